@@ -1,0 +1,101 @@
+"""What is asked, and what comes back: frozen, plain, free of torch.
+
+`EngineSpec` holds what forces a reload; a query holds everything else. Both cross a process boundary as JSON
+(`as_json`/`from_json`), never pickled. A `Reply` is a JSON-able body and, where tensors were asked for,
+one finished safetensors blob.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine is started with; any difference is another engine.
+
+    `model` is the resolved folder (absolute, no symbolic links), `name` what the user calls it.
+    `dtype` None means the checkpoint's own. `max_len` None means the model's own, as far as the KV bytes hold it.
+    `chunk` is the most tokens one forward takes, None for the default.
+    """
+
+    model: str
+    name: str
+    revision: str | None = None
+    dtype: str | None = None
+    max_len: int | None = None
+    chunk: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> EngineSpec:
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: either `text` or token ids. `chat` runs the text through the model's chat template,
+    `system` is its system message."""
+
+    text: str | None = None
+    tokens: tuple[int, ...] | None = None
+    chat: bool = False
+    system: str | None = None
+
+
+@dataclass(frozen=True)
+class CaptureQuery:
+    """`vlens capture`.
+
+    hooks       hook patterns as typed, with their selectors
+    pos         default position selector (the text inside `[pos=...]`) for hooks that carry none; None: all
+    head, dim   the same for heads and for the last axis
+    bos         True/False adds or leaves out the BOS token; None follows the tokenizer's own rule
+    values      put every value into the reply's body
+    save        make the safetensors blob; `save_dtype` casts it (None: the engine's own dtype)
+    one_chunk   refuse a prompt that needs more than one forward
+    """
+
+    prompts: tuple[Prompt, ...]
+    hooks: tuple[str, ...]
+    pos: str | None = None
+    head: str | None = None
+    dim: str | None = None
+    bos: bool | None = None
+    values: bool = False
+    save: bool = False
+    save_dtype: str | None = None
+    one_chunk: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> CaptureQuery:
+        prompts = tuple(
+            Prompt(**{**p, "tokens": None if p["tokens"] is None else tuple(p["tokens"])}) for p in fields["prompts"]
+        )
+        return cls(**{**fields, "prompts": prompts, "hooks": tuple(fields["hooks"])})
+
+
+@dataclass(frozen=True)
+class HooksQuery:
+    """`vlens hooks`: the catalog of one model. `live` asks the engine for the result of its load-time proof."""
+
+    patterns: tuple[str, ...] = ()
+    live: bool = False
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer: `body` is the JSON that `--json` prints (schema_version, command, model, ...), `notes` are
+    lines for stderr, `blob` a finished safetensors file or None."""
+
+    body: dict[str, Any]
+    notes: tuple[str, ...] = ()
+    blob: bytes | memoryview | None = field(default=None, repr=False)
