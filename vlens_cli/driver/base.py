@@ -1,0 +1,92 @@
+"""What a driver takes and gives, whatever runs behind it.
+
+`Driver` keeps the contract of TransformerLens' own `Driver` protocol (4.3), so that one object can serve a
+`RemoteBridge` and vlens' commands; `run` is the narrower call that the commands use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Want:
+    """What to keep of one hook point: absolute positions (None: all fed tokens) and indices along the head axis
+    and the last axis (None: all)."""
+
+    positions: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    dims: tuple[int, ...] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return {"positions": self.positions, "heads": self.heads, "dims": self.dims}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Want:
+        return cls(**{key: None if value is None else tuple(value) for key, value in fields.items()})
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt's token ids and what to keep of its forward, by canonical hook name."""
+
+    tokens: tuple[int, ...]
+    capture: dict[str, Want] = field(default_factory=dict)
+    max_new_tokens: int = 1
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One hook point of one request: `value` is [pos, ...] on the host, `positions` are its rows' absolute ones."""
+
+    value: torch.Tensor
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One request's answer. `chunks` counts the forwards that its prompt and decode steps took."""
+
+    captured: dict[str, Captured]
+    new_tokens: tuple[int, ...]
+    chunks: int
+
+
+@dataclass(frozen=True)
+class ForwardResult:
+    """TransformerLens' reply: `logits` [batch, pos, d_vocab] or None, `captured` hook name -> [batch, pos, ...],
+    both right-padded (logits -inf, captures 0); `new_tokens` [batch, new]; `raw_output` the per-request results."""
+
+    logits: torch.Tensor | None
+    captured: dict[str, torch.Tensor]
+    new_tokens: torch.Tensor | None = None
+    raw_output: Any = None
+
+
+class Driver(Protocol):
+    """Runs forwards of one model."""
+
+    supported_hook_points: tuple[str, ...]
+    non_fireable_hook_points: dict[str, str]
+    provides_sequence_logits: bool
+
+    def run(self, requests: Sequence[Request]) -> list[Result]: ...
+
+    def forward(
+        self,
+        input_ids: Any,
+        *,
+        capture: Sequence[str] = (),
+        intervene: dict[str, Any] | None = None,
+        max_new_tokens: int = 1,
+        return_logits: bool = True,
+        attention_mask: Any = None,
+    ) -> ForwardResult: ...
+
+    def supports(self, feature: str) -> bool: ...
+
+    def close(self) -> None: ...

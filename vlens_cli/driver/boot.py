@@ -1,0 +1,159 @@
+"""The only place that builds an engine. Every forced setting carries its reason."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from vlens_cli.driver.hide import hide_broken_packages
+from vlens_cli.errors import StartError
+from vlens_cli.families import Catalog
+from vlens_cli.query import EngineSpec
+
+INSTALL_HINT = "pip install 'vlens_cli[cpu]' for this machine's processor, or 'vlens_cli[cuda]' for NVIDIA GPUs"
+
+# What a resident engine may keep for keys and values. On CPU the memory is touched at the first requests, and costs
+# seconds a GiB.
+KV_BYTES = 512 * 2**20
+# Tokens of keys and values beyond one longest prompt, for requests that run beside it.
+KV_TOKENS = 32 * 1024
+# Room for blocks that are begun but not full, and for the engine's own empty block.
+KV_SLACK_TOKENS = 512
+DEFAULT_CHUNK = 2048
+MAX_REQUESTS = 256
+
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an engine will be started with, known before it is: the numbers that checks of a query need.
+
+    dtype      the engine's, by its torch name    max_len   tokens that prompt and generation may take together
+    chunk      tokens of one forward at most      kv_bytes  memory for keys and values
+    notes      lines for the user, such as a length that was reduced
+    """
+
+    dtype: str
+    max_len: int
+    chunk: int
+    kv_bytes: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def longest_prompt(self) -> int:
+        """The engine counts the token that it generates: a prompt may be one shorter than `max_len`."""
+        return self.max_len - 1
+
+
+def plan(spec: EngineSpec, config: dict[str, Any], catalog: Catalog) -> Plan:
+    """Choose dtype, lengths and memory from the config alone, so that a query is checked before any engine starts."""
+    dtype = spec.dtype or checkpoint_dtype(config)
+    dims = catalog.dims
+    token_bytes = 2 * dims.n_layers * dims.n_kv_heads * dims.d_head * BYTES[dtype]
+    own = min((config[k] for k in LENGTH_KEYS if isinstance(config.get(k), int)), default=2048)
+    held = max(KV_BYTES // token_bytes - KV_SLACK_TOKENS, 1)
+    max_len = spec.max_len or min(own, held)
+    notes = () if spec.max_len or own <= held else (
+        f"prompts are limited to {max_len} of the model's {own} tokens, what {KV_BYTES >> 20} MiB of keys and values "
+        "hold (--max-len raises it)",)
+    tokens = max(max_len, min(held, KV_TOKENS)) + KV_SLACK_TOKENS
+    return Plan(dtype, max_len, spec.chunk or DEFAULT_CHUNK, tokens * token_bytes, notes)
+
+
+def checkpoint_dtype(config: dict[str, Any]) -> str:
+    """The dtype that the checkpoint says it has; float32 where it says nothing or something an engine cannot run."""
+    named = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    return named if named in BYTES else "float32"
+
+
+def engine_arguments(spec: EngineSpec, plan: Plan) -> dict[str, Any]:
+    """The arguments of `vllm.LLM`."""
+    return {
+        "model": spec.model,
+        # vLLM's own `auto` turns a fp32 checkpoint into fp16: other numbers than the checkpoint's.
+        "dtype": plan.dtype,
+        "max_model_len": plan.max_len,
+        "max_num_batched_tokens": plan.chunk,
+        # vLLM refuses fewer tokens in a step than requests.
+        "max_num_seqs": min(MAX_REQUESTS, plan.chunk),
+        # By bytes, not as a share of the card or of memory: the engine stays, and leaves the rest to others.
+        "kv_cache_memory_bytes": plan.kv_bytes,
+        # A cached prefix is not computed: its rows would be missing, and a patched run's keys would be reused.
+        "enable_prefix_caching": False,
+        # Hooks registered after boot do not fire inside compiled graphs.
+        "enforce_eager": True,
+        # One prefix shared by a batch is computed once for all: a request's rows would be others'.
+        "disable_cascade_attn": True,
+        # vlens tokenizes once, itself; and a folder without a tokenizer must answer token ids.
+        "skip_tokenizer_init": True,
+        # The worker must have finished a step before its captures are taken.
+        "async_scheduling": False,
+        "distributed_executor_backend": "uni",
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+
+
+def set_environment() -> None:
+    """Settings that vLLM reads from the environment, before it is imported."""
+    # The engine core in this process: captures are taken from it without serializing them.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # The V2 runner keeps no row table that taps can read.
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def boot(spec: EngineSpec, plan: Plan) -> Any:
+    """A `vllm.LLM` with our worker in it.
+
+    Raises StartError: vLLM missing or broken, the model refused, memory short.
+    """
+    set_environment()
+    hide_broken_packages()
+    with translated():
+        from vllm import LLM
+
+        return LLM(**engine_arguments(spec, plan), worker_cls="vlens_cli.driver.worker.LensWorker")
+
+
+@contextmanager
+def translated() -> Any:
+    """vLLM's and torch's exceptions at start-up, as StartErrors: the seam."""
+    try:
+        yield
+    except ImportError as fault:
+        missing = fault.name in ("vllm", "torch", "transformers")
+        raise StartError(
+            "no engine is installed: vLLM is missing" if missing else f"the engine does not import: {_line(fault)}",
+            hint=INSTALL_HINT, code="no_engine",
+        ) from fault
+    except MemoryError as fault:
+        raise StartError("the engine ran out of memory while starting", hint="try a smaller --max-len, or --dtype bfloat16",
+                         code="out_of_memory") from fault
+    except (ValueError, RuntimeError, OSError, LookupError, AssertionError, TypeError) as fault:
+        raise StartError(f"the engine did not start: {_line(fault)}", hint="VLENS_LOG=1 shows the engine's own log",
+                         code="engine_failed") from fault
+
+
+def _line(fault: BaseException) -> str:
+    """A foreign message as one line: pydantic and vLLM spread theirs over many."""
+    lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
+    text = " ".join(lines[:3]) if lines else type(fault).__name__
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+def shut_down(llm: Any) -> None:
+    """End an engine that `boot` built, and give its memory back."""
+    import gc
+
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()

@@ -1,0 +1,80 @@
+"""The only door to vLLM's private attributes. Each function says where it was seen to hold.
+
+Everything else in this project uses vLLM's documented surface (`LLM`, `SamplingParams`, `worker_cls`,
+`collective_rpc`) or what is behind these functions.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Segment(NamedTuple):
+    """The rows of one request in one step: `start:stop` of every flat tensor; `first` is the absolute position
+    of the first of them."""
+
+    request: str
+    start: int
+    stop: int
+    first: int
+
+
+def step_segments(runner: Any) -> list[Segment]:
+    """Which rows of the running step belong to which request. Called inside a forward.
+
+    V1 runner, vLLM 0.26 and 0.32: `input_batch` and `query_start_loc` are final once the inputs are prepared,
+    which is before any module runs.
+    """
+    batch = runner.input_batch
+    requests = list(batch.req_ids)
+    offsets = runner.query_start_loc.np[: len(requests) + 1].tolist()
+    firsts = batch.num_computed_tokens_cpu[: len(requests)].tolist()
+    return [Segment(r, offsets[n], offsets[n + 1], firsts[n]) for n, r in enumerate(requests)]
+
+
+def is_v1_runner(runner: Any) -> bool:
+    """Whether `step_segments` can read this runner (vLLM 0.26: the V2 runner keeps no `query_start_loc`)."""
+    return hasattr(runner, "input_batch") and hasattr(runner, "query_start_loc")
+
+
+def request_extra(new_request: Any) -> dict[str, Any]:
+    """What the caller attached to a request through `SamplingParams.extra_args` (vLLM 0.26 to 0.32)."""
+    params = new_request.sampling_params
+    return (params.extra_args or {}) if params is not None else {}
+
+
+def norm_eps(norm: torch.nn.Module) -> float:
+    """The eps of a norm layer: vLLM's RMSNorm (0.26 to 0.32) keeps it as `variance_epsilon`."""
+    return float(norm.variance_epsilon)
+
+
+def linear(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A linear layer's product and bias on this rank, whether its weight is live or packed away (0.32, CPU)."""
+    out = layer(x)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def attention_scale(attention: torch.nn.Module) -> float:
+    """The factor on q.k before the softmax (vLLM 0.26 to 0.32: the attention layer's `impl.scale`)."""
+    return float(attention.impl.scale)
+
+
+def attention_heads(attention: torch.nn.Module) -> tuple[int, int, int]:
+    """(query heads, kv heads, head width) of this rank."""
+    return attention.num_heads, attention.num_kv_heads, attention.head_size
+
+
+def attention_window(attention: torch.nn.Module) -> int | None:
+    """How many positions a query sees, itself included; None: all (0.26 to 0.32: `sliding_window`)."""
+    return getattr(attention, "sliding_window", None)
+
+
+def attention_plain(attention: torch.nn.Module) -> bool:
+    """Whether the scores have no softcap, sinks or linear biases (`impl` attributes, 0.26 to 0.32)."""
+    impl = attention.impl
+    return not (
+        getattr(impl, "logits_soft_cap", None) or getattr(impl, "alibi_slopes", None) is not None
+        or getattr(impl, "sinks", None) is not None
+    )

@@ -1,0 +1,113 @@
+"""Family rows -> live modules: where each hook point is read in the model that the engine built.
+
+A miss is never fatal to the engine: the point is refused by name, with the reason, and the others stay.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from vlens_cli.driver import internals
+from vlens_cli.families import Catalog, Row
+
+
+@dataclass(frozen=True)
+class Point:
+    """One located hook point: which module's call is read, which tensors, which columns of them."""
+
+    name: str
+    row: Row
+    layer: int | None
+    module: torch.nn.Module
+    columns: slice | None
+    shape: tuple[int, ...]
+
+    @property
+    def on_input(self) -> bool:
+        return bool(self.row.inputs)
+
+    @cached_property
+    def _parameters(self) -> list[str]:
+        return list(inspect.signature(self.module.forward).parameters)
+
+    def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> list[torch.Tensor]:
+        """The tensors whose sum is the value, [tokens, width] each, as views: nothing is copied yet."""
+        if self.on_input:
+            found = [self._argument(key, args, kwargs) for key in self.row.inputs]
+        else:
+            outputs = output if isinstance(output, tuple) else (output,)
+            found = [outputs[place] for place in self.row.outputs if place < len(outputs)]
+        tensors = [t if self.columns is None else t[:, self.columns] for t in map(_flat, found) if t is not None]
+        if not tensors:
+            raise LookupError(f"{self.name}: nothing to read in this call")
+        return tensors
+
+    def _argument(self, key: str | int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        if isinstance(key, int):
+            return args[key] if key < len(args) else None
+        if key in kwargs:
+            return kwargs[key]
+        place = self._parameters.index(key)
+        return args[place] if place < len(args) else None
+
+
+def _flat(t: torch.Tensor | None) -> torch.Tensor | None:
+    """[tokens, heads, d_head] -> [tokens, width], as q and k norms see it."""
+    return t.flatten(1) if t is not None and t.ndim > 2 else t
+
+
+class Locator:
+    """Finds the rows of one catalog in one live model."""
+
+    def __init__(self, model: torch.nn.Module, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self._modules = dict(model.named_modules())
+
+    def module(self, role: str, layer: int | None = None) -> torch.nn.Module:
+        """The live module of a role; LookupError where the tree has none."""
+        path = self.catalog.spec.modules[role]
+        path = path if layer is None else path.replace("{i}", str(layer))
+        if path not in self._modules:
+            raise LookupError(f"the engine's model has no module: {path}")
+        return self._modules[path]
+
+    def points(self) -> tuple[dict[str, Point], dict[str, str]]:
+        """(located points, refused names -> reason)."""
+        found: dict[str, Point] = {}
+        refused: dict[str, str] = {}
+        for name, (row, layer) in self.catalog.points.items():
+            try:
+                found[name] = self._point(name, row, layer)
+            except LookupError as miss:
+                refused[name] = str(miss)
+        return found, refused
+
+    def _point(self, name: str, row: Row, layer: int | None) -> Point:
+        module = self.module(row.module, layer if "{i}" in self.catalog.spec.modules[row.module] else None)
+        shape = tuple(self.catalog.size(axis) for axis in row.axes[1:])
+        return Point(name, row, layer, module, self._columns(row, layer), shape)
+
+    def _columns(self, row: Row, layer: int | None) -> slice | None:
+        if not row.split:
+            return None
+        widths = [self._width(axis) for axis in row.split]
+        start = sum(widths[: row.part])
+        return slice(start, start + widths[row.part])
+
+    def _width(self, axis: str) -> int:
+        per = self.catalog.dims.d_head if axis in ("head", "kv_head") else 1
+        return self.catalog.size(axis) * per
+
+    def check_heads(self) -> None:
+        """The engine's own head counts and width must be the catalog's; LookupError where they differ."""
+        dims = self.catalog.dims
+        want = (dims.n_heads, dims.n_kv_heads, dims.d_head)
+        for layer in range(dims.n_layers):
+            got = internals.attention_heads(self.module("attention", layer))
+            if got != want:
+                raise LookupError(f"layer {layer} has (heads, kv heads, width) {got}, its config says {want}")

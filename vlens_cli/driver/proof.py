@@ -1,0 +1,190 @@
+"""The proof at load: one short forward, and every point checked against the ones around it.
+
+Vendors change a module tree between versions, and a row that reads the wrong tensor gives plausible numbers. So
+each layer's values must satisfy the identities that define them (DESIGN: hook points); a point that fails one is
+refused by name. Every check is written as `got` against `want`, in fp32, over the whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from vlens_cli.driver import internals
+from vlens_cli.driver.locate import Locator
+
+PROOF_TOKENS = 12
+
+# Relative error that rounding explains: a few units in the last place of sums of a few thousand terms.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": torch.nn.functional.silu,
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One identity: the points that it proves, what was found and what the identity says."""
+
+    points: tuple[str, ...]
+    law: str
+    got: torch.Tensor
+    want: torch.Tensor
+
+    def error(self) -> float:
+        """Norm of the difference over the norm of what the law says; infinite for a shape or value that is off."""
+        if self.got.shape != self.want.shape:
+            return float("inf")
+        got, want = self.got.double(), self.want.double()
+        error = float((got - want).norm() / want.norm().clamp_min(1e-30))
+        return error if error == error else float("inf")
+
+
+class Proof:
+    """Checks of one model, from the captured values of one forward of a few tokens.
+
+    values  canonical name -> [pos, ...] for every located point;  logits  the engine's own, last position
+    """
+
+    def __init__(self, locator: Locator, values: dict[str, torch.Tensor], logits: torch.Tensor) -> None:
+        self._locator = locator
+        self._values = values
+        self._logits = logits
+        self._spec = locator.catalog.spec
+        self._layers = locator.catalog.n_layers
+
+    def verdict(self) -> dict[str, str]:
+        """Points that an identity contradicts, or that none speaks about -> the reason."""
+        failed: dict[str, str] = {}
+        spoken: set[str] = set()
+        for check in self._checks():
+            spoken.update(check.points)
+            limit, error = TOLERANCE[check.got.dtype], check.error()
+            if error > limit:
+                reason = f"failed the proof at load: {check.law} is off by {error:.1e} (limit {limit:.0e})"
+                failed = {**dict.fromkeys(check.points, reason), **failed}
+        silent = self._values.keys() - spoken
+        return {**dict.fromkeys(silent, "the proof at load says nothing about it"), **failed}
+
+    def _checks(self) -> Iterator[Check]:
+        yield from self._ends()
+        for i in range(self._layers):
+            yield from self._stream(i)
+            yield from self._norms(i)
+            yield from self._attention(i)
+            yield from self._mlp(i)
+
+    def _at(self, *names: str) -> list[torch.Tensor] | None:
+        """The values of several points; None where one was not located (it is refused already)."""
+        return [self._values[n] for n in names] if all(n in self._values for n in names) else None
+
+    def _check(self, law: str, names: tuple[str, ...], got: str, want: Callable[..., torch.Tensor],
+               *of: str) -> Iterator[Check]:
+        found = self._at(got, *of)
+        if found is not None:
+            yield Check(names, law, found[0], want(*found[1:]))
+
+    def _ends(self) -> Iterator[Check]:
+        first, last = "blocks.0.hook_resid_pre", f"blocks.{self._layers - 1}.hook_resid_post"
+        yield from self._check("hook_embed = resid_pre[0]", ("hook_embed",), "hook_embed", lambda x: x, first)
+        yield from self._norm("ln_final", "ln_final", None, last)
+        found = self._at("unembed.hook_out")
+        if found is not None:
+            yield Check(("unembed.hook_out", "ln_final.hook_out"), "the unembedding of ln_final.hook_out = the engine's "
+                        "logits", found[0][-1:], self._logits)
+
+    def _stream(self, i: int) -> Iterator[Check]:
+        pre, mid, post, attn, mlp = (
+            f"blocks.{i}.hook_{p}" for p in ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
+        )
+        yield from self._check("resid_pre + attn_out = resid_mid", (pre, mid, attn), mid, torch.add, pre, attn)
+        yield from self._check("resid_mid + mlp_out = resid_post", (mid, post, mlp), post, torch.add, mid, mlp)
+        if i + 1 < self._layers:
+            after = f"blocks.{i + 1}.hook_resid_pre"
+            yield from self._check("resid_post[i] = resid_pre[i+1]", (post, after), post, lambda x: x, after)
+
+    def _norms(self, i: int) -> Iterator[Check]:
+        yield from self._norm(f"blocks.{i}.ln1", "ln1", i, f"blocks.{i}.hook_resid_pre")
+        yield from self._norm(f"blocks.{i}.ln2", "ln2", i, f"blocks.{i}.hook_resid_mid")
+
+    def _norm(self, name: str, role: str, layer: int | None, stream: str) -> Iterator[Check]:
+        """normalized * scale is the stream, and the norm's own forward of the stream is its output."""
+        scale, normalized, out = f"{name}.hook_scale", f"{name}.hook_normalized", f"{name}.hook_out"
+        module = self._locator.module(role, layer)
+        yield from self._check(f"{name}: normalized * scale = its input", (normalized, scale), normalized,
+                               torch.div, stream, scale)
+        yield from self._check(f"{name}: out = the norm of its input", (out,), out,
+                               lambda x: module(x.clone()), stream)
+        yield from self._check(f"{name}: out = normalized * weight", (out, normalized), out,
+                               lambda x: x * module.weight.to(x.dtype), normalized)
+
+    def _attention(self, i: int) -> Iterator[Check]:
+        b = f"blocks.{i}.attn"
+        q, k, v = f"{b}.hook_q", f"{b}.hook_k", f"{b}.hook_v"
+        rot_q, rot_k, z = f"{b}.hook_rot_q", f"{b}.hook_rot_k", f"{b}.hook_z"
+        yield from self._projection("qkv", i, f"blocks.{i}.ln1.hook_out", (q, k, v))
+        normed = self._at(f"{b}.hook_q_normed", f"{b}.hook_k_normed")
+        yield from self._rotation(i, (rot_q, rot_k), normed or self._at(q, k))
+        attention = self._locator.module("attention", i)
+        if internals.attention_plain(attention):
+            yield from self._check("the pattern of rot_q and rot_k, times v = z", (rot_q, rot_k, v, z), z,
+                                   lambda *qkv: attend(*qkv, internals.attention_scale(attention),
+                                                       internals.attention_window(attention)), rot_q, rot_k, v)
+        yield from self._check("the output projection of z = attn_out", (z, f"blocks.{i}.hook_attn_out"),
+                               f"blocks.{i}.hook_attn_out", lambda x: self._project("o", i, x.flatten(1)), z)
+        yield from self._head_norms(i)
+
+    def _rotation(self, i: int, names: tuple[str, str], before: list[torch.Tensor] | None) -> Iterator[Check]:
+        if before is None or self._at(*names) is None:
+            return
+        q, k = (t.flatten(1).clone() for t in before)
+        positions = torch.arange(q.shape[0], device=q.device)
+        rotated = self._locator.module("rotary", i)(positions, q, k)
+        for name, want in zip(names, rotated, strict=True):
+            got = self._values[name]
+            yield Check((name,), f"{name.rsplit('.', 1)[1]} = the rotation of what comes before", got, want.view_as(got))
+
+    def _head_norms(self, i: int) -> Iterator[Check]:
+        for role, part in (("q_norm", "q"), ("k_norm", "k")):
+            if role in self._spec.modules:
+                name = f"blocks.{i}.attn.hook_{part}"
+                module = self._locator.module(role, i)
+                yield from self._check(f"{part}_normed = the norm of {part}", (f"{name}_normed", name),
+                                       f"{name}_normed", lambda x, m=module: m(x.clone()), name)
+
+    def _mlp(self, i: int) -> Iterator[Check]:
+        pre, linear, post, out = (f"blocks.{i}.{p}" for p in (
+            "mlp.hook_pre", "mlp.hook_pre_linear", "mlp.hook_post", "hook_mlp_out"))
+        act = ACTIVATIONS[self._spec.activation]
+        yield from self._check("act(pre) * pre_linear = post", (pre, linear, post), post,
+                               lambda x, y: act(x) * y, pre, linear)
+        yield from self._check("the down projection of post = mlp_out", (post, out), out,
+                               lambda x: self._project("down", i, x), post)
+        yield from self._projection("gate_up", i, f"blocks.{i}.ln2.hook_out", (pre, linear))
+
+    def _projection(self, role: str, layer: int, source: str, parts: tuple[str, ...]) -> Iterator[Check]:
+        found = self._at(source, *parts)
+        if found is not None:
+            got = torch.cat([t.flatten(1) for t in found[1:]], dim=1)
+            law = f"the {role} projection of {source} = {', '.join(p.rsplit('.', 1)[1] for p in parts)}"
+            yield Check(parts, law, got, self._project(role, layer, found[0]))
+
+    def _project(self, role: str, layer: int, x: torch.Tensor) -> torch.Tensor:
+        return internals.linear(self._locator.module(role, layer), x)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
+    """softmax(scale * q k^T + causal mask) v, in fp32; q [pos, head, d], k and v [pos, kv_head, d] -> [pos, head, d].
+
+    Each kv head serves heads / kv_heads consecutive query heads (grouped-query attention).
+    """
+    group = q.shape[1] // k.shape[1]
+    keys, values = (t.float().repeat_interleave(group, dim=1) for t in (k, v))
+    scores = scale * torch.einsum("qhd,khd->hqk", q.float(), keys)
+    distance = torch.arange(len(q), device=q.device)[:, None] - torch.arange(len(k), device=q.device)
+    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    pattern = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", pattern, values).to(q.dtype)

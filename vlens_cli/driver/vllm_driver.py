@@ -1,0 +1,178 @@
+"""`VLLMDriver`: one model in vLLM, in this process."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vlens_cli.driver import boot
+from vlens_cli.driver.base import Captured, ForwardResult, Request, Result, Want
+from vlens_cli.driver.proof import PROOF_TOKENS
+from vlens_cli.errors import HookError, PromptError, QueryError, StartError, UsageError
+from vlens_cli.families import Catalog
+from vlens_cli.query import EngineSpec
+
+LOGITS = "unembed.hook_out"
+
+
+class VLLMDriver:
+    """Runs forwards of one model and reads inside them.
+
+    supported_hook_points        canonical names that the proof at load has passed, in the order of the forward
+    non_fireable_hook_points     other names of the catalog -> why they are refused
+    provides_sequence_logits     logits of every position, not only the last
+    """
+
+    provides_sequence_logits = True
+
+    def __init__(self, spec: EngineSpec, plan: boot.Plan, catalog: Catalog) -> None:
+        """Build the engine and prove its points. Raises StartError."""
+        self.spec = spec
+        self.plan = plan
+        self.catalog = catalog
+        self._llm = boot.boot(spec, plan)
+        located = self._call("vlens_points")
+        self.non_fireable_hook_points: dict[str, str] = {**located["refused"], **self._prove(located["points"])}
+        self.supported_hook_points = tuple(n for n in catalog.names if n not in self.non_fireable_hook_points)
+
+    def supports(self, feature: str) -> bool:
+        return feature in {"capture", "batch", "sequence_logits"}
+
+    def run(self, requests: Sequence[Request]) -> list[Result]:
+        """One batch; results in the order of the requests.
+
+        Raises UsageError before the forward for what this model cannot do, QueryError after it.
+        """
+        for request in requests:
+            self._check(request)
+        keys = [uuid.uuid4().hex for _ in requests]
+        try:
+            outputs = self._generate(requests, keys)
+            return [self._result(r, key, out) for r, key, out in zip(requests, keys, outputs, strict=True)]
+        except BaseException:
+            self._call("vlens_drop")
+            raise
+
+    def forward(
+        self,
+        input_ids: Any,
+        *,
+        capture: Sequence[str] = (),
+        intervene: dict[str, Any] | None = None,
+        max_new_tokens: int = 1,
+        return_logits: bool = True,
+        attention_mask: Any = None,
+    ) -> ForwardResult:
+        """TransformerLens' `Driver.forward`: token ids [pos], [batch, pos] or a ragged list of lists.
+
+        `capture` names hook points; its tensors and the logits keep a batch axis, right-padded (0, and -inf).
+        Raises UsageError for what this version does not do (edits, masks) and for unknown names.
+        """
+        if intervene or attention_mask is not None:
+            raise UsageError("this version of the driver takes no interventions and no attention mask")
+        names = [*dict.fromkeys(capture), *([LOGITS] if return_logits and LOGITS not in capture else [])]
+        prompts = _ragged(input_ids)
+        results = self.run([Request(ids, dict.fromkeys(names, Want()), max_new_tokens) for ids in prompts])
+        captured = {name: _padded([r.captured[name].value for r in results], 0.0) for name in capture}
+        logits = _padded([r.captured[LOGITS].value for r in results], float("-inf")) if return_logits else None
+        new = torch.nn.utils.rnn.pad_sequence([torch.tensor(r.new_tokens) for r in results], batch_first=True)
+        return ForwardResult(logits, captured, new, results)
+
+    def close(self) -> None:
+        """Free the engine; a second call does nothing."""
+        if self._llm is None:
+            return
+        self._call("vlens_drop")
+        boot.shut_down(self._llm)
+        self._llm = None
+
+    def _prove(self, points: list[str]) -> dict[str, str]:
+        """One short forward with every point captured, checked in the worker; refused names -> reasons."""
+        tokens = _proof_tokens(self.catalog.dims.d_vocab, min(PROOF_TOKENS, self.plan.longest_prompt, self.plan.chunk))
+        key = uuid.uuid4().hex
+        self._call("vlens_watch_logits")
+        with boot.translated():
+            self._generate([Request(tokens, dict.fromkeys(points, Want()))], [key])
+            refused = self._call("vlens_prove", key)
+        if len(refused) == len(self.catalog.names):
+            raise StartError(f"no hook point of this model passed the proof at load: {next(iter(refused.values()))}",
+                             hint="`vlens hooks` lists the families that this version reads", code="proof_failed")
+        return refused
+
+    def _check(self, request: Request) -> None:
+        if self._llm is None:
+            raise UsageError("this driver is closed", code="closed")
+        check_tokens(request.tokens, self.catalog.dims.d_vocab, self.plan, request.max_new_tokens)
+        for name in request.capture:
+            if name in self.non_fireable_hook_points:
+                raise HookError(f"{name} is refused: {self.non_fireable_hook_points[name]}", code="hook_refused")
+            if name not in self.catalog.points:
+                raise HookError(f"no such hook point in this model: {name}")
+
+    def _generate(self, requests: Sequence[Request], keys: list[str]) -> list[Any]:
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(
+                max_tokens=r.max_new_tokens, temperature=0.0, ignore_eos=True, detokenize=False,
+                extra_args={"vlens": {"key": key, "capture": {n: w.as_json() for n, w in r.capture.items()}}},
+            )
+            for r, key in zip(requests, keys, strict=True)
+        ]
+        prompts = [{"prompt_token_ids": list(r.tokens)} for r in requests]
+        return self._llm.generate(prompts, params, use_tqdm=False)
+
+    def _result(self, request: Request, key: str, output: Any) -> Result:
+        taken = self._call("vlens_take", key)
+        new = tuple(output.outputs[0].token_ids)
+        captured = {name: Captured(*pair) for name, pair in taken["values"].items()}
+        for name, want in request.capture.items():
+            _check_rows(name, captured[name], want, len(request.tokens) + len(new) - 1)
+        return Result(captured, new, taken["chunks"])
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """One method of the single rank's worker, in this process."""
+        return self._llm.collective_rpc(method, args=args)[0]
+
+
+def check_tokens(tokens: Sequence[int], d_vocab: int, plan: boot.Plan, max_new_tokens: int = 1) -> None:
+    """Refuse a prompt that the engine cannot take, with both numbers. Raises PromptError."""
+    if not tokens:
+        raise PromptError("a prompt has no tokens")
+    outside = [t for t in tokens if not 0 <= t < d_vocab]
+    if outside:
+        raise PromptError(f"token id outside the vocabulary of {d_vocab}: {outside[0]}", code="bad_token")
+    longest = plan.max_len - max_new_tokens
+    if len(tokens) > longest:
+        raise PromptError(f"a prompt of {len(tokens)} tokens is longer than this engine takes: {longest}",
+                          hint="--max-len raises the limit as far as the model allows", code="prompt_too_long")
+
+
+def _check_rows(name: str, captured: Captured, want: Want, fed: int) -> None:
+    """The rows must be exactly the asked positions; fewer, more or others are an error, never data."""
+    asked = tuple(range(fed)) if want.positions is None else want.positions
+    if captured.positions != asked or len(captured.value) != len(asked):
+        raise QueryError(f"{name} gave rows at {_span(captured.positions)} where {_span(asked)} were asked",
+                         code="rows_missing")
+
+
+def _span(positions: tuple[int, ...]) -> str:
+    return f"{len(positions)} positions {positions[0]}..{positions[-1]}" if positions else "no position"
+
+
+def _proof_tokens(d_vocab: int, count: int) -> tuple[int, ...]:
+    """Different ids spread over the vocabulary, so that no two rows of the proof are alike."""
+    return tuple((3 + n * max(1, d_vocab // (count + 1))) % d_vocab for n in range(max(count, 1)))
+
+
+def _ragged(input_ids: Any) -> list[tuple[int, ...]]:
+    rows = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
+    rows = rows if rows and not isinstance(rows[0], int) else [rows]
+    return [tuple(row.tolist() if hasattr(row, "tolist") else row) for row in rows]
+
+
+def _padded(values: list[torch.Tensor], fill: float) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=fill)

@@ -1,0 +1,114 @@
+"""What runs inside a vLLM worker. vLLM imports it by the string that `boot` passes as `worker_cls`.
+
+Methods that the driver calls are named `vlens_*` and stay thin; their arguments and results are plain data, but for
+tensors on the single rank's own process, where nothing is serialized.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+
+from vlens_cli.driver import internals
+from vlens_cli.driver.base import Want
+from vlens_cli.driver.locate import Locator
+from vlens_cli.driver.proof import Proof
+from vlens_cli.driver.taps import Record, Taps
+from vlens_cli.families import Catalog, catalog_for
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as EngineWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as EngineWorker
+
+# Rows unembedded at once: 256 x 150,000 fp32 logits are 150 MB.
+UNEMBED_ROWS = 256
+
+
+class LensWorker(EngineWorker):
+    """vLLM's worker, with taps."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self._model = self.model_runner.get_model()
+        self._catalog: Catalog = catalog_for(self.model_config.hf_config.to_dict())
+        self._locator = Locator(self._model, self._catalog)
+        points, self._refused = self._locator.points()
+        self._taps = Taps(self.model_runner, points)
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        for new in scheduler_output.scheduled_new_reqs:
+            asked = internals.request_extra(new).get("vlens")
+            if asked:
+                wants = {name: Want.from_json(want) for name, want in asked["capture"].items()}
+                self._taps.open(new.req_id, asked["key"], wants)
+        self._taps.begin_step()
+        out = super().execute_model(scheduler_output, *args, **kwargs)
+        self._taps.end_step(scheduler_output.num_scheduled_tokens)
+        return out
+
+    def vlens_take(self, key: str) -> dict[str, Any]:
+        """{"values": name -> ([pos, ...] on the host, positions), "chunks": forwards} of one finished request.
+
+        Raises what a tap raised.
+        """
+        record = self._taps.take(key)
+        if record.fault is not None:
+            raise record.fault
+        values = {name: self._finish(record, name) for name in record.wants}
+        return {"values": values, "chunks": record.chunks}
+
+    def vlens_drop(self) -> None:
+        """Forget every request: after a query that failed."""
+        self._taps.drop_all()
+
+    def vlens_points(self) -> dict[str, Any]:
+        """{"points": located names, "refused": name -> reason}."""
+        return {"points": list(self._taps.points), "refused": self._refused}
+
+    def vlens_watch_logits(self) -> None:
+        """Keep the engine's own logits of the next forward, for the proof."""
+        module = self._locator.module("logits")
+        self._logits_handle = module.register_forward_hook(self._keep_logits)
+
+    def _keep_logits(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        self._engine_logits = output.clone()
+
+    def vlens_prove(self, key: str) -> dict[str, str]:
+        """Check every located point with the values of the finished request `key` (all points, all positions);
+        refuse those that fail, and return every refused name with its reason."""
+        self._logits_handle.remove()
+        record = self._taps.take(key)
+        values = {name: self._finish(record, name)[0].to(self.device) for name in record.wants if name in record.pieces}
+        proof = Proof(self._locator, values, self._engine_logits[:, : self._catalog.dims.d_vocab])
+        silent = {name: "it never fired in the proof at load" for name in record.wants if name not in record.pieces}
+        with torch.inference_mode():
+            self._refused |= {**silent, **proof.verdict()}
+        for name in self._refused:
+            self._taps.points.pop(name, None)
+        return self._refused
+
+    def _finish(self, record: Record, name: str) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """Join a point's pieces in the order of positions; unembed them where the point is the logits."""
+        pieces = record.pieces.get(name, [])
+        positions = [p for asked, _ in pieces for p in asked]
+        if not pieces:
+            return torch.empty(0), ()
+        rows = pieces[0][1] if len(pieces) == 1 else torch.cat([t for _, t in pieces])
+        if len(set(positions)) < len(positions):
+            # A preempted request is computed again from its start: the later rows are the ones that counted.
+            latest = {p: n for n, p in enumerate(positions)}
+            positions = sorted(latest)
+            rows = rows[[latest[p] for p in positions]]
+        if self._taps.points[name].row.derive == "unembed":
+            rows = self._unembed(rows, record.wants[name])
+        return rows.cpu(), tuple(positions)
+
+    @torch.inference_mode()
+    def _unembed(self, rows: torch.Tensor, want: Want) -> torch.Tensor:
+        """[rows, d_vocab] logits of final-norm rows, by the engine's own unembedding, in pieces."""
+        dims = slice(self._catalog.dims.d_vocab) if want.dims is None else list(want.dims)
+        pieces = [self._model.compute_logits(piece)[:, dims] for piece in rows.split(UNEMBED_ROWS)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
