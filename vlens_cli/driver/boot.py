@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from vlens_cli.driver import internals
 from vlens_cli.driver.hide import hide_broken_packages
 from vlens_cli.errors import StartError
 from vlens_cli.families import Catalog
@@ -86,8 +87,6 @@ def engine_arguments(spec: EngineSpec, plan: Plan) -> dict[str, Any]:
         "enable_prefix_caching": False,
         # Hooks registered after boot do not fire inside compiled graphs.
         "enforce_eager": True,
-        # One prefix shared by a batch is computed once for all: a request's rows would be others'.
-        "disable_cascade_attn": True,
         # vlens tokenizes once, itself; and a folder without a tokenizer must answer token ids.
         "skip_tokenizer_init": True,
         # The worker must have finished a step before its captures are taken.
@@ -118,6 +117,7 @@ def boot(spec: EngineSpec, plan: Plan) -> Any:
     with translated():
         from vllm import LLM
 
+        internals.inspect_models_in_process()
         return LLM(**engine_arguments(spec, plan), worker_cls="vlens_cli.driver.worker.LensWorker")
 
 

@@ -78,3 +78,14 @@ def attention_plain(attention: torch.nn.Module) -> bool:
         getattr(impl, "logits_soft_cap", None) or getattr(impl, "alibi_slopes", None) is not None
         or getattr(impl, "sinks", None) is not None
     )
+
+
+def inspect_models_in_process() -> None:
+    """Let vLLM look at a model class in this process.
+
+    vLLM 0.26 to 0.32 starts a second Python that imports all of vLLM again, only so that a forking parent keeps CUDA
+    untouched. This process never forks, and packages that are hidden here (see `hide`) are not hidden there.
+    """
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda inspect: inspect()

@@ -66,7 +66,8 @@ class Locator:
 
     def __init__(self, model: torch.nn.Module, catalog: Catalog) -> None:
         self.catalog = catalog
-        self._modules = dict(model.named_modules())
+        # Duplicates too: layers may share one rotary module.
+        self._modules = dict(model.named_modules(remove_duplicate=False))
 
     def module(self, role: str, layer: int | None = None) -> torch.nn.Module:
         """The live module of a role; LookupError where the tree has none."""
@@ -80,9 +81,14 @@ class Locator:
         """(located points, refused names -> reason)."""
         found: dict[str, Point] = {}
         refused: dict[str, str] = {}
+        seen: dict[tuple[str, int], str] = {}
         for name, (row, layer) in self.catalog.points.items():
             try:
-                found[name] = self._point(name, row, layer)
+                point = self._point(name, row, layer)
+                first = seen.setdefault((row.hook, id(point.module)), name)
+                if first != name:
+                    raise LookupError(f"the engine has one module for this point and {first}: their rows would mix")
+                found[name] = point
             except LookupError as miss:
                 refused[name] = str(miss)
         return found, refused

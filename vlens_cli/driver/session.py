@@ -1,0 +1,104 @@
+"""One model, ready for queries: checks them without an engine, starts it when the first one passes, answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vlens_cli import __version__, hooks
+from vlens_cli.driver import blob, boot, summary
+from vlens_cli.driver.base import Request, Result, Want
+from vlens_cli.driver.tokens import Fed, Tokens
+from vlens_cli.driver.vllm_driver import VLLMDriver, check_tokens
+from vlens_cli.errors import PromptError
+from vlens_cli.families import catalog_for
+from vlens_cli.query import SCHEMA_VERSION, CaptureQuery, EngineSpec, Reply
+
+Progress = Callable[[str], None]
+
+
+class Session:
+    """Answers queries about one model in this process. `config` is its parsed config.json."""
+
+    def __init__(self, spec: EngineSpec, config: dict[str, Any]) -> None:
+        self.spec = spec
+        self.catalog = catalog_for(config)
+        self.plan = boot.plan(spec, config, self.catalog)
+        self.tokens = Tokens(spec.model)
+        self._driver: VLLMDriver | None = None
+
+    def capture(self, query: CaptureQuery, progress: Progress) -> Reply:
+        """Answer `vlens capture`. Raises UsageError before any engine starts, StartError, QueryError."""
+        fed = [self.tokens.feed(prompt, query.bos) for prompt in query.prompts]
+        wants = self._wants(query, fed)
+        for one in fed:
+            self._check(one, query.one_chunk)
+        driver = self.driver(progress)
+        progress("running")
+        requests = [Request(f.ids, want) for f, want in zip(fed, wants, strict=True)]
+        results = driver.run(requests)
+        return Reply(
+            body=self._body(query, fed, wants, results),
+            notes=tuple(dict.fromkeys([*self.plan.notes, *(note for f in fed for note in f.notes)])),
+            blob=blob.capture_blob(self.spec, self.plan.dtype, self.catalog, fed, wants, results, query.save_dtype)
+            if query.save else None,
+        )
+
+    def driver(self, progress: Progress) -> VLLMDriver:
+        """The engine, started by the first call."""
+        if self._driver is None:
+            progress(f"starting the engine for {self.spec.name}")
+            self._driver = VLLMDriver(self.spec, self.plan, self.catalog)
+        return self._driver
+
+    def close(self) -> None:
+        if self._driver is not None:
+            self._driver.close()
+            self._driver = None
+
+    def _wants(self, query: CaptureQuery, fed: list[Fed]) -> list[dict[str, Want]]:
+        requests = [hooks.parse(text) for text in query.hooks]
+        selected = hooks.resolve(requests, self.catalog, pos=query.pos, head=query.head, dim=query.dim)
+        return [{s.name: Want(self._positions(s, f), s.head, s.dim) for s in selected} for f in fed]
+
+    def _positions(self, selected: hooks.Selected, fed: Fed) -> tuple[int, ...] | None:
+        if selected.pos is None:
+            return None
+        return hooks.positions(selected.pos, len(fed.ids), lambda text: self.tokens.spans(fed, text))
+
+    def _check(self, fed: Fed, one_chunk: bool) -> None:
+        check_tokens(fed.ids, self.catalog.dims.d_vocab, self.plan)
+        if one_chunk and len(fed.ids) > self.plan.chunk:
+            raise PromptError(
+                f"a prompt of {len(fed.ids)} tokens needs more than one forward of {self.plan.chunk}",
+                hint=f"leave out --one-chunk, or use --chunk {len(fed.ids)}", code="more_than_one_chunk",
+            )
+
+    def _body(self, query: CaptureQuery, fed: list[Fed], wants: list[dict[str, Want]], results: list[Result]) -> Any:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "command": "capture",
+            "vlens": __version__,
+            "model": self.model_body(),
+            "prompts": [
+                {
+                    "text": f.text,
+                    "chunks": result.chunks,
+                    "tokens": [{"pos": n, "id": i, "text": t, "piece": p}
+                               for n, (i, t, p) in enumerate(zip(f.ids, f.texts, f.pieces, strict=True))],
+                    "hooks": {
+                        name: summary.hook_body(captured, want[name], self.catalog.axes(name),
+                                                self.catalog.derived(name), query.values)
+                        for name, captured in result.captured.items()
+                    },
+                }
+                for f, want, result in zip(fed, wants, results, strict=True)
+            ],
+        }
+
+    def model_body(self) -> dict[str, Any]:
+        """The `model` object of every reply."""
+        return {
+            "name": self.spec.name, "folder": self.spec.model, "revision": self.spec.revision,
+            "family": self.catalog.family, "dtype": self.plan.dtype,
+        }

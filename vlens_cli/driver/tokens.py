@@ -1,0 +1,126 @@
+"""Text -> token ids, once, by the model's own tokenizer; and back to what each id stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vlens_cli.driver.boot import translated
+from vlens_cli.errors import PromptError, StartError
+from vlens_cli.query import Prompt
+
+NO_TOKENIZER_HINT = "give token ids: --tokens 1,2,3"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
+
+
+@dataclass(frozen=True)
+class Fed:
+    """One prompt as it is fed: `ids`; per token its decoded `texts` and raw `pieces` (None without a tokenizer);
+    the `text` that was tokenized (a chat template filled in), or None where ids were given."""
+
+    ids: tuple[int, ...]
+    texts: tuple[str | None, ...]
+    pieces: tuple[str | None, ...]
+    text: str | None
+    notes: tuple[str, ...] = ()
+
+
+class Tokens:
+    """The tokenizer of one model folder; a folder without one still names the ids it is given."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._loaded: Any = None
+
+    def feed(self, prompt: Prompt, bos: bool | None) -> Fed:
+        """Tokenize one prompt. `bos`: add it, leave it out, or (None) follow the tokenizer's own rule.
+
+        Raises PromptError for an empty prompt or a model without a chat template, StartError without a tokenizer.
+        """
+        if prompt.tokens is not None:
+            ids = list(prompt.tokens)
+            return self._fed(ids, None, self._has_files() and self._double_bos(ids))
+        if not prompt.text:
+            raise PromptError("the prompt is empty")
+        text = self._templated(prompt) if prompt.chat else prompt.text
+        ids = self._encode(text, prompt.chat, bos)
+        if not ids:
+            raise PromptError("the prompt has no tokens", hint="--bos feeds the beginning-of-sequence token alone")
+        return self._fed(ids, text, self._double_bos(ids) or self._missing_bos(ids, bos))
+
+    def spans(self, fed: Fed, text: str) -> list[tuple[int, int]]:
+        """Token ranges [start, stop) that cover each occurrence of `text` in the fed tokens, in order."""
+        starts = self._starts(fed.ids)
+        whole = self._tokenizer.decode(list(fed.ids), **_EXACT)
+        found, at = [], whole.find(text)
+        while at >= 0 and text:
+            end = at + len(text)
+            covered = [n for n in range(len(fed.ids)) if starts[n] < end and starts[n + 1] > at]
+            found.append((covered[0], covered[-1] + 1))
+            at = whole.find(text, at + 1)
+        return found
+
+    def _starts(self, ids: Sequence[int]) -> list[int]:
+        """Where each token begins in the decoded text: the length of what the ids before it decode to, without a
+        character that they only begin (a token may hold part of a multi-byte character)."""
+        return [len(self._tokenizer.decode(list(ids[:n]), **_EXACT).rstrip("\ufffd")) for n in range(len(ids) + 1)]
+
+    @property
+    def _tokenizer(self) -> Any:
+        if self._loaded is None:
+            if not self._has_files():
+                raise StartError(f"this model has no tokenizer: {self._folder}", hint=NO_TOKENIZER_HINT,
+                                 code="no_tokenizer")
+            with translated():
+                from transformers import AutoTokenizer
+
+                self._loaded = AutoTokenizer.from_pretrained(self._folder)
+        return self._loaded
+
+    def _has_files(self) -> bool:
+        from pathlib import Path
+
+        return any((Path(self._folder) / name).is_file() for name in TOKENIZER_FILES)
+
+    def _templated(self, prompt: Prompt) -> str:
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise PromptError("this model has no chat template", hint="leave out --chat", code="no_chat_template")
+        system = [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
+        messages = [*system, {"role": "user", "content": prompt.text}]
+        return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    def _encode(self, text: str, chat: bool, bos: bool | None) -> list[int]:
+        """A chat template writes its own special tokens; elsewhere the tokenizer's rule holds, then `bos`."""
+        ids = list(self._tokenizer(text, add_special_tokens=not chat)["input_ids"])
+        first = self._tokenizer.bos_token_id
+        if bos is True and first is None:
+            raise PromptError("this tokenizer has no BOS token", hint="leave out --bos", code="no_bos")
+        if bos is True and ids[:1] != [first]:
+            return [first, *ids]
+        if bos is False and first is not None and ids[:1] == [first] and not text.startswith(self._tokenizer.bos_token):
+            return ids[1:]
+        return ids
+
+    def _double_bos(self, ids: list[int]) -> tuple[str, ...]:
+        first = self._tokenizer.bos_token_id
+        doubled = first is not None and ids[:2] == [first, first]
+        return (f"the prompt begins with two BOS tokens ({self._tokenizer.bos_token!r})",) if doubled else ()
+
+    def _missing_bos(self, ids: list[int], bos: bool | None) -> tuple[str, ...]:
+        first = self._tokenizer.bos_token_id
+        differs = bos is None and first is not None and ids[0] != first
+        return (
+            "no BOS token is fed, as this tokenizer has it; TransformerLens would prepend one (--bos does)",
+        ) if differs else ()
+
+    def _fed(self, ids: list[int], text: str | None, notes: tuple[str, ...] | bool) -> Fed:
+        if not self._has_files():
+            return Fed(tuple(ids), (None,) * len(ids), (None,) * len(ids), text)
+        texts = tuple(self._tokenizer.decode([i], **_EXACT) for i in ids)
+        pieces = tuple(self._tokenizer.convert_ids_to_tokens(ids))
+        return Fed(tuple(ids), texts, pieces, text, notes or ())
+
+
+# What was fed, not a tidied sentence.
+_EXACT = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
