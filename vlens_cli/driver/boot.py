@@ -97,14 +97,15 @@ def engine_arguments(spec: EngineSpec, plan: Plan) -> dict[str, Any]:
     }
 
 
-def set_environment() -> None:
-    """Settings that vLLM reads from the environment, before it is imported."""
+def prepare() -> None:
+    """What must be so before transformers or vLLM is imported in this process."""
     # The engine core in this process: captures are taken from it without serializing them.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # The V2 runner keeps no row table that taps can read.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    hide_broken_packages()
 
 
 def boot(spec: EngineSpec, plan: Plan) -> Any:
@@ -112,8 +113,7 @@ def boot(spec: EngineSpec, plan: Plan) -> Any:
 
     Raises StartError: vLLM missing or broken, the model refused, memory short.
     """
-    set_environment()
-    hide_broken_packages()
+    prepare()
     with translated():
         from vllm import LLM
 

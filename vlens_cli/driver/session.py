@@ -21,6 +21,7 @@ class Session:
     """Answers queries about one model in this process. `config` is its parsed config.json."""
 
     def __init__(self, spec: EngineSpec, config: dict[str, Any]) -> None:
+        boot.prepare()
         self.spec = spec
         self.catalog = catalog_for(config)
         self.plan = boot.plan(spec, config, self.catalog)
