@@ -358,14 +358,14 @@ def _refusals(concrete: str, catalog: HookCatalog) -> Iterator[tuple[str, str]]:
         reason = catalog.refusal(concrete)
         yield from () if reason is None else ((concrete, reason),)
         return
-    matches = _matcher(_fold(concrete))
+    matches = _matcher(fold(concrete))
     yield from ((name, reason) for name, reason in catalog.refused.items() if matches(name))
 
 
 def _near(name: _Name, catalog: HookCatalog) -> list[str]:
     """Up to three names like the one typed, in the same spelling of the layer."""
-    canonical = list(dict.fromkeys(_fold(known) for known in catalog.names))
-    aliases = dict.fromkeys(_fold(alias) for known in catalog.names for alias in catalog.aliases(known))
+    canonical = list(dict.fromkeys(fold(known) for known in catalog.names))
+    aliases = dict.fromkeys(fold(alias) for known in catalog.names for alias in catalog.aliases(known))
     asked = ("blocks.{i}." if name.slot else "") + name.tail
     last = name.tail.rpartition(".")[2]
     same = [known for known in canonical if known.rpartition(".")[2] in (last, f"hook_{last}")]
@@ -374,7 +374,8 @@ def _near(name: _Name, catalog: HookCatalog) -> list[str]:
     return [known.replace("{i}", name.slot or "0") for known in found][:3]
 
 
-def _fold(name: str) -> str:
+def fold(name: str) -> str:
+    """`blocks.{i}.x` of `blocks.3.x`; a name outside the blocks as it is."""
     return re.sub(r"^blocks\.\d+\.", "blocks.{i}.", name)
 
 

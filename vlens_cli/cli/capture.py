@@ -1,0 +1,128 @@
+"""`vlens capture`: activations of prompts, at hook points."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vlens_cli import hooks
+from vlens_cli.cli import options, output, prompts, render
+from vlens_cli.errors import UsageError
+from vlens_cli.query import CaptureQuery, EngineSpec, Reply
+
+
+@dataclass(frozen=True)
+class Typed:
+    """The command line of `vlens capture`, by the names that options.py gives."""
+
+    hooks: tuple[str, ...]
+    prompts: tuple[str, ...]
+    files: tuple[str, ...]
+    tokens: tuple[str, ...]
+    chat: bool
+    system: str | None
+    bos: bool | None
+    pos: str | None
+    head: str | None
+    dim: str | None
+    values: bool
+    as_json: bool
+    as_table: bool
+    output: str | None
+    save_dtype: str | None
+    model: str | None
+    dtype: str
+    max_len: int | None
+    chunk: int | None
+    one_chunk: bool
+    no_daemon: bool
+
+
+@click.command("capture", cls=prompts.PromptCommand)
+@options.prompts
+@click.option("--hook", "hooks", multiple=True, required=True, metavar="HOOK", shell_complete=options.complete_hook,
+              help="A hook point or a pattern, repeatable: 'blocks.{0,5}.hook_resid_post[pos=-1]'. Quote it.")  # fmt: skip
+@options.selectors
+@click.option("--values", is_flag=True, help="Print every value, not only the summary of each position.")
+@options.output_format
+@options.saving
+@options.model
+@options.engine
+def command(**typed: Any) -> None:
+    """Activations of each PROMPT at hook points.
+
+    Prompts are arguments, lines of files (-f), token ids (--tokens), or standard input (-).
+
+    \b
+    vlens capture --hook blocks.3.hook_resid_post "The Eiffel Tower is in"
+    vlens capture --hook 'blocks.*.attn.hook_z' --pos -1 --head 3 -o z.safetensors "The Eiffel Tower is in"
+    """
+    asked = Typed(**typed)
+    as_json = output.wants_json(asked.as_json, asked.as_table)
+    requests = _requests(asked)
+    query = _query(asked)
+    target = _target(asked)
+    _show(_ask(asked, requests, query), as_json, target)
+
+
+def _requests(asked: Typed) -> tuple[hooks.HookRequest, ...]:
+    """What was asked for, as far as grammar goes."""
+    for axis in ("pos", "head", "dim"):
+        if (text := getattr(asked, axis)) is not None:
+            hooks.parse_items(text, axis)
+    return tuple(map(hooks.parse, asked.hooks))
+
+
+def _query(asked: Typed) -> CaptureQuery:
+    given = prompts.sources(asked.prompts, asked.files, asked.tokens)
+    return CaptureQuery(
+        prompts=prompts.collect(given, chat=asked.chat, system=asked.system, bos=asked.bos),
+        hooks=asked.hooks,
+        pos=asked.pos,
+        head=asked.head,
+        dim=asked.dim,
+        bos=asked.bos,
+        values=asked.values,
+        save=asked.output is not None,
+        save_dtype=asked.save_dtype,
+        one_chunk=asked.one_chunk,
+    )
+
+
+def _target(asked: Typed) -> Path | None:
+    if asked.output is not None:
+        return output.check_target(asked.output)
+    if asked.save_dtype is not None:
+        raise UsageError("--save-dtype is for the file of -o, and -o is not given", hint="add -o FILE.safetensors")
+    return None
+
+
+def _ask(asked: Typed, requests: tuple[hooks.HookRequest, ...], query: CaptureQuery) -> Reply:
+    """Check the hooks against the model's catalog, for that takes no engine, then ask the engine."""
+    from vlens_cli import families, models
+
+    model = models.resolve(asked.model)
+    hooks.resolve(requests, families.catalog_for(model.config), asked.pos, asked.head, asked.dim)
+    spec = EngineSpec(
+        model=str(model.folder),
+        name=model.name,
+        revision=model.revision,
+        dtype=None if asked.dtype == "auto" else asked.dtype,
+        max_len=asked.max_len,
+        chunk=asked.chunk,
+    )
+    from vlens_cli.daemon import client
+
+    return client.ask(spec, query)
+
+
+def _show(reply: Reply, as_json: bool, target: Path | None) -> None:
+    for note in reply.notes:
+        output.say(f"note: {render.visible(note)}")
+    # The file first: a reader of standard output may leave early, and the file is wanted all the same.
+    if target is not None:
+        output.save(target, reply.blob)
+    output.emit(render.to_json(reply.body) if as_json else render.capture(reply.body))

@@ -1,0 +1,118 @@
+"""`vlens`: the group of commands, and the one boundary where an exception becomes a message and an exit code."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from typing import NoReturn
+
+import click
+
+from vlens_cli import __version__
+from vlens_cli.cli import output
+from vlens_cli.errors import EXIT_INTERRUPTED, EXIT_OK, BugError, QueryError, UsageError, VlensError
+
+# Each is a module of this folder with a `command`, loaded when it is asked for.
+COMMANDS = ("capture", "hooks", "completions")
+
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+
+
+class LazyGroup(click.Group):
+    """Loads a command's module when the command is asked for, so that one command does not pay for the others."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return import_module(f"vlens_cli.cli.{cmd_name}").command if cmd_name in COMMANDS else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in COMMANDS:
+            near = get_close_matches(args[0], COMMANDS, n=1)
+            hint = f"did you mean `vlens {near[0]}`?" if near else "`vlens --help` lists the commands"
+            raise UsageError(f"there is no command: {args[0]}", hint=hint, code="unknown_command")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=LazyGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="vlens %(version)s")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """One-off questions about the inside of a language model.
+
+    \b
+    vlens capture --hook blocks.3.hook_resid_post "The Eiffel Tower is in"
+    vlens hooks
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """The entry point: run one command line (sys.argv by default) and exit with its code."""
+    sys.exit(run(sys.argv[1:] if args is None else args))
+
+
+def run(args: Sequence[str]) -> int:
+    """Run one command line; every exception ends here. Returns the exit code."""
+    try:
+        _dispatch(list(args))
+        return EXIT_OK
+    except click.exceptions.Exit as done:  # --help and --version
+        return done.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return EXIT_INTERRUPTED
+    except Exception as raised:
+        return _failed(raised, as_json=_asks_for_json(args))
+
+
+def _dispatch(args: list[str]) -> None:
+    # Not click's own main(): it swallows a broken pipe anywhere, the engine's included, and exits 1.
+    if "_VLENS_COMPLETE" in os.environ:
+        cli.main(args, prog_name="vlens")
+    with cli.make_context("vlens", args) as ctx:
+        cli.invoke(ctx)
+
+
+def _asks_for_json(args: Sequence[str]) -> bool:
+    """Read from the raw arguments, because they may be what does not parse."""
+    return "--json" in (args[: args.index("--")] if "--" in args else args)
+
+
+def _failed(raised: Exception, as_json: bool) -> int:
+    if isinstance(raised, BrokenPipeError) and output.reader_gone():
+        output.discard_stdout()  # `| head`: it has what it wanted
+        return EXIT_OK
+    if os.environ.get("VLENS_DEBUG"):
+        import traceback
+
+        output.say("".join(traceback.format_exception(raised)).rstrip())
+    error = _translated(raised)
+    output.report(error, as_json)
+    return error.exit_code
+
+
+def _translated(raised: Exception) -> VlensError:
+    match raised:
+        case VlensError():
+            return raised
+        case click.NoSuchOption():
+            near = " or ".join(raised.possibilities or ())
+            hint = f"did you mean {near}?" if near else "a prompt that starts with `-` goes after `--`"
+            return UsageError(f"there is no option: {raised.option_name}", hint=hint, code="unknown_option")
+        case click.ClickException():
+            message = raised.format_message().rstrip(".")
+            path = getattr(getattr(raised, "ctx", None), "command_path", "vlens")
+            return UsageError(message[:1].lower() + message[1:], hint=f"`{path} --help` lists what it takes")
+        # Streams that cannot be written name no file; whoever opens a file translates its own errors.
+        case OSError() if raised.filename is None and raised.errno in _DISK_FULL:
+            return QueryError(f"the output could not be written: {os.strerror(raised.errno)}", code="output_failed")
+    what = " ".join(f"{type(raised).__name__}: {raised}".split())
+    return BugError(f"a bug in vlens: {what}", hint="run it again with VLENS_DEBUG=1 for the traceback, and report it")

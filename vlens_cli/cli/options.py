@@ -1,0 +1,84 @@
+"""Options that commands share, as decorators."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def together(*options: Decorator) -> Decorator:
+    """Several options as one decorator, listed by `--help` in the order given."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def complete_hook(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Hook names of the model that is named, if its config.json is at hand: a TAB never downloads anything."""
+    import json
+    from pathlib import Path
+
+    from vlens_cli.errors import VlensError
+    from vlens_cli.families import catalog_for
+
+    folder = ctx.params.get("model") or os.environ.get("VLENS_MODEL") or ""
+    try:
+        names = catalog_for(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))).names
+    except (OSError, ValueError, AttributeError, VlensError):
+        return []
+    return [name for name in names if name.startswith(incomplete)]
+
+
+# Eager, so that completion knows the model wherever it stands on the line.
+model = click.option(
+    "-m", "--model", metavar="MODEL", is_eager=True,
+    help="A folder or a hub name. Default: VLENS_MODEL, then the config file, then the demo model.",
+)  # fmt: skip
+
+output_format = together(
+    click.option("--json", "as_json", is_flag=True, help="Print JSON (the default when the output is not a terminal)."),
+    click.option("--table", "as_table", is_flag=True, help="Print tables (the default on a terminal)."),
+)
+
+prompts = together(
+    click.argument("prompts", nargs=-1, metavar="[PROMPT]..."),
+    click.option("-f", "--file", "files", multiple=True, metavar="FILE",
+                 help="Prompts from a file, one a line or as JSON lines (a string, or an object with prompt, text or "
+                 "tokens); - reads standard input."),
+    click.option("--tokens", multiple=True, metavar="IDS", help="A prompt as token ids: 1,2,3."),
+    click.option("--chat", is_flag=True, help="Put each prompt into the model's chat template."),
+    click.option("--system", metavar="TEXT", help="The system message, with --chat."),
+    click.option("--bos/--no-bos", default=None, help="Add or leave out the BOS token. Default: the tokenizer's rule."),
+)  # fmt: skip
+
+selectors = together(
+    click.option("--pos", metavar="ITEMS",
+                 help='Positions, for hooks without [pos=...]: -1, 3:6, "Eiffel" (the tokens that cover it).'),
+    click.option("--head", metavar="ITEMS", help="Heads, for hooks without [head=...]: 3, 0:4."),
+    click.option("--dim", metavar="ITEMS", help="Indices of the last axis, for hooks without [dim=...]: 10, 0:8."),
+)  # fmt: skip
+
+engine = together(
+    click.option("--dtype", type=click.Choice(["auto", "float32", "float16", "bfloat16"]), default="auto",
+                 help="What the model runs in. Default: the checkpoint's own."),
+    click.option("--max-len", type=click.IntRange(min=1), metavar="N", help="Longest prompt in tokens. Default: the "
+                 "model's own."),
+    click.option("--chunk", type=click.IntRange(min=1), metavar="N", help="Most tokens that one forward takes."),
+    click.option("--one-chunk", is_flag=True, help="Refuse a prompt that needs more than one forward."),
+    click.option("--no-daemon", is_flag=True, help="Run in this process, and end. For now the only mode."),
+)  # fmt: skip
+
+saving = together(
+    click.option("-o", "--output", metavar="FILE", help="Write the tensors to FILE.safetensors."),
+    click.option("--save-dtype", type=click.Choice(["float32", "float16", "bfloat16"]),
+                 help="Cast what -o writes. Default: the engine's own dtype."),
+)  # fmt: skip

@@ -1,0 +1,134 @@
+"""The three places that output goes to: standard output (data), standard error (what is said), a file (whole)."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import click
+
+from vlens_cli.cli.render import to_json, visible
+from vlens_cli.errors import PathError, QueryError, UsageError, VlensError
+from vlens_cli.query import SCHEMA_VERSION
+
+
+def wants_json(as_json: bool, as_table: bool) -> bool:
+    """`--json` and `--table` decide; without them a terminal gets tables and anything else JSON."""
+    if as_json and as_table:
+        raise UsageError("--json and --table exclude each other", hint="give one of them")
+    return as_json or not (as_table or on_terminal())
+
+
+def on_terminal() -> bool:
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
+def emit(text: str) -> None:
+    """Write to standard output and flush, so that a failure surfaces here and not at exit."""
+    if sys.stdout is None:
+        raise QueryError("standard output is closed", code="output_failed")
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+    sys.stdout.flush()
+
+
+def say(text: str) -> None:
+    """A line on standard error; lost where that is closed. (`print(file=None)` would write to standard output.)"""
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
+
+
+def report(error: VlensError, as_json: bool) -> None:
+    """An error on standard error, and with `--json` its object on standard output."""
+    lines = [visible(line) for line in error.message.split("\n")]
+    say(f"{_red('error:')} " + "\n".join(lines) + (f"\n\nhint: {visible(error.hint)}" if error.hint else ""))
+    if as_json:
+        try:
+            emit(to_json({"schema_version": SCHEMA_VERSION, "error": error.as_dict()}))
+        except (OSError, QueryError):
+            discard_stdout()
+    elif error.code == "output_failed":
+        discard_stdout()
+
+
+def _red(word: str) -> str:
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not (sys.stderr and sys.stderr.isatty())
+    return word if plain else click.style(word, fg="red", bold=True)
+
+
+def reader_gone() -> bool:
+    """Whether nobody reads standard output any more, which tells `| head` from a broken pipe of ours."""
+    poller = select.poll()
+    poller.register(1, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poller.poll(0))
+
+
+def discard_stdout() -> None:
+    """Let what is still buffered go nowhere: Python flushes at exit, and would complain again."""
+    with suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+
+
+# Files
+
+
+def check_target(name: str) -> Path:
+    """The file that `-o` names, its links followed; raises PathError where it could not be written."""
+    path = Path(os.path.realpath(name))
+    if path.suffix != ".safetensors":
+        raise PathError(f"-o writes safetensors, and this name does not end in .safetensors: {name}",
+                        hint=f"-o {Path(name).stem or 'out'}.safetensors")  # fmt: skip
+    if not path.parent.is_dir():
+        raise PathError(f"there is no such folder: {path.parent}", hint=f"mkdir -p '{path.parent}'")
+    if path.is_dir():
+        raise PathError(f"-o names a folder: {name}", hint=f"-o {name.rstrip('/')}/out.safetensors")
+    if path.exists() and not path.is_file():
+        raise PathError(f"-o names something that is not a file: {name}")
+    try:
+        # The permission bits do not tell of read-only mounts, or of root; making a file does.
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise PathError(f"this folder cannot be written, {error.strerror}: {path.parent}",
+                        hint="name a file in a folder that you own") from error  # fmt: skip
+    return path
+
+
+def write_whole(path: Path, blob: bytes | memoryview) -> None:
+    """Write a file by rename: whoever looks sees the old file or the whole new one. Nothing is left on failure."""
+    # Opened by hand, not by tempfile, so that the mode follows the umask.
+    draft = path.parent / f".vlens-{os.urandom(6).hex()}.tmp"
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+            file.write(blob)
+        os.replace(draft, path)
+    except OSError as error:
+        raise QueryError(f"the file could not be written, {error.strerror}: {path}", code="output_failed") from error
+    finally:
+        with suppress(FileNotFoundError):
+            draft.unlink()
+
+
+def save(path: Path, blob: bytes | memoryview) -> None:
+    """Write a safetensors blob to the file of `-o`, and say so."""
+    import json
+
+    write_whole(path, blob)
+    header = json.loads(bytes(blob[8 : 8 + int.from_bytes(blob[:8], "little")]))
+    n_tensors = len(header.keys() - {"__metadata__"})
+    say(f"wrote {visible(str(path))}: {n_tensors} tensor{'s' * (n_tensors != 1)}, {_size(len(blob))}")
+
+
+def _size(n_bytes: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if n_bytes < 1000 or unit == "GB":
+            break
+        n_bytes /= 1000
+    return f"{n_bytes:.0f} {unit}" if unit == "bytes" else f"{n_bytes:.1f} {unit}"

@@ -1,0 +1,154 @@
+"""Prompts from the command line: arguments, files, standard input, token ids.
+
+Standard input is read only where `-` asks for it: a prompt beside an open, silent pipe must not wait.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import click
+
+from vlens_cli.errors import PathError, PromptError, UsageError
+from vlens_cli.hooks import looks_like_hook
+from vlens_cli.query import Prompt
+
+_LITERAL = "vlens_cli.literal"
+
+
+class PromptCommand(click.Command):
+    """A command that remembers how many of its arguments stood after `--`; those are text, whatever they look like."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_LITERAL] = len(args) - args.index("--") - 1 if "--" in args else 0
+        return super().parse_args(ctx, args)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the prompts of one command line come from, as typed. `n_literal` arguments, the last, are text as is."""
+
+    arguments: Sequence[str] = ()
+    files: Sequence[str] = ()
+    tokens: Sequence[str] = ()
+    n_literal: int = 0
+
+
+def sources(arguments: Sequence[str], files: Sequence[str], tokens: Sequence[str]) -> Sources:
+    """The sources of the command that runs now, which is a PromptCommand."""
+    return Sources(arguments, files, tokens, click.get_current_context().meta[_LITERAL])
+
+
+def collect(given: Sources, *, chat: bool, system: str | None, bos: bool | None) -> tuple[Prompt, ...]:
+    """All prompts: arguments, then the lines of files, then token ids. Raises PromptError, PathError or UsageError."""
+    if system is not None and not chat:
+        raise UsageError("--system is a message of the chat template, and --chat is not given", hint="add --chat")
+    if [*given.arguments[: len(given.arguments) - given.n_literal], *given.files].count("-") > 1:
+        raise UsageError("standard input is asked for twice, and can be read once")
+    found = [*_arguments(given), *_lines(given.files), *map(_typed_ids, given.tokens)]
+    if not found:
+        raise PromptError("there is no prompt", hint='type one: "The Eiffel Tower is in", or -f FILE, or - for '
+                          "standard input", code="no_prompt")  # fmt: skip
+    if (chat or bos is not None) and any(prompt.tokens for prompt in found):
+        raise UsageError(f"{'--chat' if chat else '--bos'} changes text, and token ids are fed as they are")
+    return tuple(replace(prompt, chat=chat, system=system) for prompt in found)
+
+
+def _arguments(given: Sources) -> Iterator[Prompt]:
+    n_plain = len(given.arguments) - given.n_literal
+    for place, text in enumerate(given.arguments):
+        if place >= n_plain:
+            yield _text(text, "the prompt")
+        elif text == "-":
+            yield _text(re.sub(r"\r?\n\Z", "", _read("-")), "standard input")
+        elif looks_like_hook(text):
+            raise UsageError(
+                f"this prompt is a hook name: {text}",
+                hint="quote the pattern, so that the shell leaves its braces alone: --hook 'blocks.{0,5}...'; "
+                "if it is the prompt, put it after `--`",
+                code="prompt_is_hook",
+            )
+        else:
+            yield _text(text, "the prompt")
+
+
+def _text(text: str, where: str) -> Prompt:
+    if not text:
+        raise PromptError(f"{where} is empty", hint="type some text, or --tokens with the ids to feed")
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise PromptError(f"{where} is not UTF-8 text")
+    return Prompt(text=text)
+
+
+def _ids(ids: Iterable[Any], where: str) -> Prompt:
+    tokens = tuple(ids)
+    if not tokens:
+        raise PromptError(f"{where} is empty")
+    wrong = next((token for token in tokens if type(token) is not int or token < 0), None)
+    if wrong is not None:
+        raise PromptError(f"{where} holds something that is not a token id: {wrong}", hint="--tokens 1,2,3")
+    return Prompt(tokens=tokens)
+
+
+def _typed_ids(text: str) -> Prompt:
+    parts = [part for part in re.split(r"[,\s]+", text) if part]
+    return _ids((int(part) if re.fullmatch(r"[0-9]{1,15}", part) else part for part in parts), "--tokens")
+
+
+# Files
+
+
+def _lines(files: Sequence[str]) -> Iterator[Prompt]:
+    for name in files:
+        where = "standard input" if name == "-" else name
+        lines = [line.removesuffix("\r") for line in _read(name).removesuffix("\n").split("\n")]
+        if lines == [""]:
+            raise PromptError(f"there is no prompt in {where}", code="no_prompt")
+        if name.endswith((".jsonl", ".json")) or _is_json(lines[0]):
+            yield from (_record(line, f"{where}:{n}") for n, line in enumerate(lines, 1) if line.strip())
+        else:
+            yield from (_text(line, f"{where}:{n}") for n, line in enumerate(lines, 1))
+
+
+def _is_json(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict | str)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _record(line: str, where: str) -> Prompt:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise PromptError(f"{where} is not JSON: {error}", hint="each line is a JSON string or object") from error
+    fields = {"prompt": record} if isinstance(record, str) else record
+    given = [key for key in ("prompt", "text", "tokens") if key in fields] if isinstance(fields, dict) else []
+    if len(given) != 1:
+        raise PromptError(
+            f"{where} is neither a string nor an object with one of prompt, text and tokens",
+            hint='such as {"prompt": "The Eiffel Tower is in"} or {"tokens": [1, 2, 3]}',
+        )
+    value, wanted = fields[given[0]], list if given[0] == "tokens" else str
+    if not isinstance(value, wanted):
+        raise PromptError(f"{where}: {given[0]} is not a {'list of ids' if wanted is list else 'string'}")
+    return _ids(value, where) if wanted is list else _text(value, where)
+
+
+def _read(name: str) -> str:
+    try:
+        if name != "-":
+            with open(name, "rb") as file:
+                return file.read().decode("utf-8-sig")
+        if sys.stdin is None:
+            raise PromptError("standard input is closed", code="no_prompt")
+        return sys.stdin.buffer.read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{'standard input' if name == '-' else name} is not UTF-8 text") from error
+    except OSError as error:
+        raise PathError(f"this file cannot be read, {error.strerror}: {name}") from error

@@ -1,0 +1,194 @@
+"""From a reply's body to text: JSON, or tables. Nothing is cut; tables round to six digits, JSON does not."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+_UNREADABLE = {"Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"}
+_SHORT = {"\n": r"\n", "\t": r"\t", "\r": r"\r"}
+# What JSON allows raw in a string and a terminal obeys or hides: C1 controls, zero-width and bidi characters.
+_UNSAFE_JSON = re.compile("[\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]")
+_PIPE_WIDTH = 1_000_000  # wide enough that no table on a pipe is ever folded
+_WRAP = 100
+
+
+# JSON
+
+
+def to_json(body: Any) -> str:
+    """One JSON document: NaN and infinities as strings, floats that round-trip, safe to show on a terminal."""
+    tty = sys.stdout is not None and sys.stdout.isatty()
+    utf8 = sys.stdout is None or (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    text = json.dumps(_plain(body), allow_nan=False, ensure_ascii=not utf8, indent=2 if tty else None)
+    return _UNSAFE_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else _nonfinite(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _nonfinite(value: float) -> str:
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+# Text that is safe to show
+
+
+def visible(text: str) -> str:
+    """Text with every character that a terminal obeys or hides written as an escape."""
+    return "".join(_escape(char) if unicodedata.category(char) in _UNREADABLE else char for char in text)
+
+
+def quoted(text: str) -> str:
+    """Token text in quotes, so that its spaces are seen, with escapes that cannot be mistaken for text."""
+    return '"' + visible(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
+
+
+def _escape(char: str) -> str:
+    code = ord(char)
+    return _SHORT.get(char) or (f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}")
+
+
+def number(value: float | str) -> str:
+    """Six significant digits."""
+    if isinstance(value, str):
+        return value
+    return f"{value:.6g}" if math.isfinite(value) else _nonfinite(value)
+
+
+# Tables
+
+
+def draw(*parts: Table | Text) -> str:
+    """Tables and lines as text: for the terminal's width, or unfolded where standard output is no terminal."""
+    from io import StringIO
+
+    from rich.console import Console
+
+    tty = sys.stdout is not None and sys.stdout.isatty()
+    console = Console(file=StringIO(), force_terminal=tty or None, width=None if tty else _PIPE_WIDTH, highlight=False)
+    for part in parts:
+        console.print(part)
+    lines = console.file.getvalue().rstrip("\n").split("\n")
+    return "\n".join(lines if tty else map(str.rstrip, lines))
+
+
+def table(columns: Iterable[tuple[str, str]], rows: Iterable[Sequence[str]]) -> Table:
+    """Rows of plain text under (title, left or right) columns; cells fold where the terminal is narrow, none is cut."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    utf8 = sys.stdout is None or "utf" in (sys.stdout.encoding or "").lower()
+    drawn = Table(box=box.SIMPLE_HEAD if utf8 else box.ASCII2, pad_edge=False, show_edge=False)
+    for title, side in columns:
+        drawn.add_column(Text(title), justify=side, overflow="fold")
+    for row in rows:
+        drawn.add_row(*map(Text, row))  # Text, because a str is parsed as markup
+    return drawn
+
+
+def line(text: str = "", style: str = "") -> Text:
+    from rich.text import Text
+
+    return Text(text, style=style, overflow="fold")
+
+
+# What `capture` gives
+
+
+def capture(body: dict[str, Any]) -> str:
+    """The reply of `vlens capture`: for each prompt its text, and for each hook a table with a row a position."""
+    model = body["model"]
+    parts = [line(visible(f"{model['name']} ({model['family']}, {model['dtype']})"))]
+    for place, prompt in enumerate(body["prompts"]):
+        parts += [line(), line(_heading(prompt, place, len(body["prompts"])), "bold")]
+        pieces = {token["pos"]: quoted(token["text"]) for token in prompt["tokens"]}
+        for name, hook in prompt["hooks"].items():
+            parts += [line(), line(_title(name, hook), "bold"), _hook_table(hook, pieces)]
+            parts += [line(text) for row in hook["rows"] if "values" in row for text in _values(row, hook)]
+    return draw(*parts)
+
+
+def _heading(prompt: dict[str, Any], place: int, n_prompts: int) -> str:
+    which = f"prompt {place}: " if n_prompts > 1 else ""
+    text = "token ids" if prompt["text"] is None else quoted(prompt["text"])
+    chunks = f", in {prompt['chunks']} chunks" if prompt["chunks"] > 1 else ""
+    n_tokens = len(prompt["tokens"])
+    return f"{which}{text}, {n_tokens} token{'s' * (n_tokens != 1)}{chunks}"
+
+
+def _title(name: str, hook: dict[str, Any]) -> str:
+    shape = ", ".join(f"{axis} {size}" for axis, size in zip(hook["axes"], hook["shape"], strict=True))
+    return f"{name}  [{shape}] {hook['dtype']}" + ("  (derived)" if hook["derived"] else "")
+
+
+def _hook_table(hook: dict[str, Any], pieces: dict[int, str]) -> Table:
+    numbers = ("norm", "mean", "std", "min", "max")
+    by_head = any("head" in top for row in hook["rows"] for top in row["top"])
+    largest = "largest (head.dim: value)" if by_head else "largest (dim: value)"
+    columns = [("pos", "right"), ("token", "left"), *((name, "right") for name in numbers), (largest, "left")]
+    rows = [
+        (str(row["pos"]), pieces.get(row["pos"], ""), *(number(row[name]) for name in numbers), _top(row["top"]))
+        for row in hook["rows"]
+    ]
+    return table(columns, rows)
+
+
+def _top(entries: list[dict[str, Any]]) -> str:
+    return ", ".join(
+        f"{str(entry['head']) + '.' if 'head' in entry else ''}{entry['dim']}: {number(entry['value'])}"
+        for entry in entries
+    )
+
+
+def _values(row: dict[str, Any], hook: dict[str, Any]) -> list[str]:
+    """Every value of one position, wrapped; a line for each head."""
+    values = row["values"]
+    if values and isinstance(values[0], list):
+        heads = hook.get("head") or range(len(values))
+        return [text for head, one in zip(heads, values, strict=True) for text in
+                _wrapped(f"pos {row['pos']}, head {head}:", one)]  # fmt: skip
+    return _wrapped(f"pos {row['pos']}:", values)
+
+
+def _wrapped(label: str, values: list[float]) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(" ".join([label, *map(number, values)]), _WRAP, subsequent_indent="  ", break_long_words=False,
+                         break_on_hyphens=False)  # fmt: skip
+
+
+# What `hooks` gives
+
+
+def hooks(body: dict[str, Any], rows: Iterable[Sequence[str]], with_aliases: bool) -> str:
+    """The catalog of a model; `rows` are its hook points, folded over layers or not."""
+    model = body["model"]
+    layers = f"layers 0 to {model['n_layers'] - 1}"
+    titles = ["name", "layers", "shape", "formed by", "meaning"] + ["aliases"] * with_aliases
+    parts = [
+        line(visible(f"{model['name']} ({model['family']}, {layers})"), "bold"),
+        line(),
+        table([(title, "left") for title in titles], rows),
+    ]
+    if body["refused"]:
+        refused = [(entry["name"], entry["reason"]) for entry in body["refused"]]
+        parts += [line(), line("not given", "bold"), table([("name", "left"), ("reason", "left")], refused)]
+    return draw(*parts)
