@@ -116,7 +116,8 @@ def _ask(asked: Typed, requests: tuple[hooks.HookRequest, ...], query: CaptureQu
     )
     from vlens_cli.daemon import client
 
-    return client.ask(spec, query)
+    with output.progress() as show:
+        return client.ask(spec, query, show)
 
 
 def _show(reply: Reply, as_json: bool, target: Path | None) -> None:

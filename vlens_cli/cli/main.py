@@ -70,7 +70,7 @@ def run(args: Sequence[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         return EXIT_INTERRUPTED
     except Exception as raised:
-        return _failed(raised, as_json=_asks_for_json(args))
+        return _failed(raised, args)
 
 
 def _dispatch(args: list[str]) -> None:
@@ -86,7 +86,7 @@ def _asks_for_json(args: Sequence[str]) -> bool:
     return "--json" in (args[: args.index("--")] if "--" in args else args)
 
 
-def _failed(raised: Exception, as_json: bool) -> int:
+def _failed(raised: Exception, args: Sequence[str]) -> int:
     if isinstance(raised, BrokenPipeError) and output.reader_gone():
         output.discard_stdout()  # `| head`: it has what it wanted
         return EXIT_OK
@@ -94,12 +94,13 @@ def _failed(raised: Exception, as_json: bool) -> int:
         import traceback
 
         output.say("".join(traceback.format_exception(raised)).rstrip())
-    error = _translated(raised)
-    output.report(error, as_json)
+    error = _translated(raised, path=" ".join(["vlens", *(name for name in args[:1] if name in COMMANDS)]))
+    output.report(error, as_json=_asks_for_json(args))
     return error.exit_code
 
 
-def _translated(raised: Exception) -> VlensError:
+def _translated(raised: Exception, path: str) -> VlensError:
+    """What was raised as an error of our tree; `path` is the command whose help a hint names."""
     match raised:
         case VlensError():
             return raised
@@ -109,7 +110,6 @@ def _translated(raised: Exception) -> VlensError:
             return UsageError(f"there is no option: {raised.option_name}", hint=hint, code="unknown_option")
         case click.ClickException():
             message = raised.format_message().rstrip(".")
-            path = getattr(getattr(raised, "ctx", None), "command_path", "vlens")
             return UsageError(message[:1].lower() + message[1:], hint=f"`{path} --help` lists what it takes")
         # Streams that cannot be written name no file; whoever opens a file translates its own errors.
         case OSError() if raised.filename is None and raised.errno in _DISK_FULL:

@@ -6,7 +6,8 @@ import os
 import select
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import click
@@ -41,6 +42,26 @@ def say(text: str) -> None:
     if sys.stderr is not None:
         with suppress(OSError):
             print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """A function that shows what is waited for, in one line of the terminal that is gone afterwards; off a terminal
+    it does nothing."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    # A copy of the descriptor: the client points the original elsewhere while the engine talks.
+    with os.fdopen(os.dup(2), "w", encoding=sys.stderr.encoding, errors="backslashreplace") as terminal:
+
+        def show(text: str) -> None:
+            terminal.write(f"\r\x1b[K{visible(text)}")
+            terminal.flush()
+
+        try:
+            yield show
+        finally:
+            show("")
 
 
 def report(error: VlensError, as_json: bool) -> None:

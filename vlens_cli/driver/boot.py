@@ -129,18 +129,18 @@ def translated() -> Any:
     except ImportError as fault:
         missing = fault.name in ("vllm", "torch", "transformers")
         raise StartError(
-            "no engine is installed: vLLM is missing" if missing else f"the engine does not import: {_line(fault)}",
+            "no engine is installed: vLLM is missing" if missing else f"the engine does not import: {one_line(fault)}",
             hint=INSTALL_HINT, code="no_engine",
         ) from fault
     except MemoryError as fault:
         raise StartError("the engine ran out of memory while starting", hint="try a smaller --max-len, or --dtype bfloat16",
                          code="out_of_memory") from fault
     except (ValueError, RuntimeError, OSError, LookupError, AssertionError, TypeError) as fault:
-        raise StartError(f"the engine did not start: {_line(fault)}", hint="VLENS_LOG=1 shows the engine's own log",
+        raise StartError(f"the engine did not start: {one_line(fault)}", hint="VLENS_LOG=1 shows the engine's own log",
                          code="engine_failed") from fault
 
 
-def _line(fault: BaseException) -> str:
+def one_line(fault: BaseException) -> str:
     """A foreign message as one line: pydantic and vLLM spread theirs over many."""
     lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
     text = " ".join(lines[:3]) if lines else type(fault).__name__
@@ -157,3 +157,4 @@ def shut_down(llm: Any) -> None:
     del llm
     gc.collect()
     cleanup_dist_env_and_memory()
+

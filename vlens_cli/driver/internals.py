@@ -89,3 +89,13 @@ def inspect_models_in_process() -> None:
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda inspect: inspect()
+
+
+def abort_all(llm: Any) -> None:
+    """Take every request out of an `LLM`: after a batch that was broken off.
+
+    0.32: the output processor's table is keyed by the engine's own ids, which `internal` says they are.
+    """
+    unfinished = list(llm.llm_engine.output_processor.request_states)
+    if unfinished:
+        llm.llm_engine.abort_request(unfinished, internal=True)

@@ -129,6 +129,9 @@ class Taps:
             self._handles.pop(name).remove()
         return record
 
+    def held(self) -> dict[str, int]:
+        return {"requests": len(self._records), "hooks": len(self._handles)}
+
     def drop_all(self) -> None:
         """Forget every request: after a query that failed."""
         self._records.clear()

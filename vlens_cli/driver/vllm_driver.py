@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from vlens_cli.driver import boot
+from vlens_cli.driver import boot, internals
 from vlens_cli.driver.base import Captured, ForwardResult, Request, Result, Want
 from vlens_cli.driver.proof import PROOF_TOKENS
-from vlens_cli.errors import HookError, PromptError, QueryError, StartError, UsageError
+from vlens_cli.errors import HookError, PromptError, QueryError, StartError, UsageError, VlensError
 from vlens_cli.families import Catalog
 from vlens_cli.query import EngineSpec
 
@@ -52,8 +52,16 @@ class VLLMDriver:
         try:
             outputs = self._generate(requests, keys)
             return [self._result(r, key, out) for r, key, out in zip(requests, keys, outputs, strict=True)]
+        except VlensError:
+            self._abandon()
+            raise
+        except Exception as fault:
+            # The seam: whatever vLLM, torch or a tap raised in the middle of an accepted query.
+            self._abandon()
+            raise QueryError(f"the forward failed: {type(fault).__name__}: {boot.one_line(fault)}",
+                             hint="VLENS_LOG=1 shows the engine's own log") from fault
         except BaseException:
-            self._call("vlens_drop")
+            self._abandon()
             raise
 
     def forward(
@@ -132,6 +140,11 @@ class VLLMDriver:
         for name, want in request.capture.items():
             _check_rows(name, captured[name], want, len(request.tokens) + len(new) - 1)
         return Result(captured, new, taken["chunks"])
+
+    def _abandon(self) -> None:
+        """Leave nothing of a broken-off batch in the scheduler or in the worker."""
+        internals.abort_all(self._llm)
+        self._call("vlens_drop")
 
     def _call(self, method: str, *args: Any) -> Any:
         """One method of the single rank's worker, in this process."""

@@ -64,6 +64,10 @@ class LensWorker(EngineWorker):
         """Forget every request: after a query that failed."""
         self._taps.drop_all()
 
+    def vlens_state(self) -> dict[str, int]:
+        """How many requests and hooks are held: none between queries."""
+        return self._taps.held()
+
     def vlens_points(self) -> dict[str, Any]:
         """{"points": located names, "refused": name -> reason}."""
         return {"points": list(self._taps.points), "refused": self._refused}

