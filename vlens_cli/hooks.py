@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Protocol
 
 from vlens_cli.errors import HookError, UsageError, VlensError
@@ -364,6 +363,8 @@ def _refusals(concrete: str, catalog: HookCatalog) -> Iterator[tuple[str, str]]:
 
 def _near(name: _Name, catalog: HookCatalog) -> list[str]:
     """Up to three names like the one typed, in the same spelling of the layer."""
+    from difflib import get_close_matches
+
     canonical = list(dict.fromkeys(fold(known) for known in catalog.names))
     aliases = dict.fromkeys(fold(alias) for known in catalog.names for alias in catalog.aliases(known))
     asked = ("blocks.{i}." if name.slot else "") + name.tail

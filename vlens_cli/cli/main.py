@@ -6,7 +6,6 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from typing import NoReturn
 
@@ -35,6 +34,8 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in COMMANDS:
+            from difflib import get_close_matches
+
             near = get_close_matches(args[0], COMMANDS, n=1)
             hint = f"did you mean `vlens {near[0]}`?" if near else "`vlens --help` lists the commands"
             raise UsageError(f"there is no command: {args[0]}", hint=hint, code="unknown_command")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -102,6 +101,8 @@ def discard_stdout() -> None:
 
 def check_target(name: str) -> Path:
     """The file that `-o` names, its links followed; raises PathError where it could not be written."""
+    import tempfile
+
     path = Path(os.path.realpath(name))
     if path.suffix != ".safetensors":
         raise PathError(f"-o writes safetensors, and this name does not end in .safetensors: {name}",

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import sys
-import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-_UNREADABLE = {"Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"}
 _SHORT = {"\n": r"\n", "\t": r"\t", "\r": r"\r"}
 # What JSON allows raw in a string and a terminal obeys or hides: C1 controls, zero-width and bidi characters.
 _UNSAFE_JSON = re.compile("[\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]")
@@ -52,7 +50,7 @@ def _nonfinite(value: float) -> str:
 
 def visible(text: str) -> str:
     """Text with every character that a terminal obeys or hides written as an escape."""
-    return "".join(_escape(char) if unicodedata.category(char) in _UNREADABLE else char for char in text)
+    return "".join(char if char.isprintable() else _escape(char) for char in text)
 
 
 def quoted(text: str) -> str:

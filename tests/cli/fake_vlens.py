@@ -1,0 +1,118 @@
+"""vlens with a fake engine: `python fake_vlens.py ARGS...` is the real command line up to `client.ask`.
+
+FAKE chooses what the engine does; the model is the folder of -m (tiny.json beside it otherwise).
+The reply obeys the shape that the real one has; each value is its own position, so a test can tell rows apart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import types
+from pathlib import Path
+
+from vlens_cli import hooks
+from vlens_cli.errors import StartError
+from vlens_cli.families import catalog_for
+from vlens_cli.query import CaptureQuery, EngineSpec, Reply
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 4,
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 12,
+    "vocab_size": 32,
+}
+ODD_TOKEN = " \x1b[31m[bold]\u202e\n"
+
+
+def resolve(asked: str | None) -> types.SimpleNamespace:
+    if asked == "missing":
+        raise StartError("there is no model: missing", hint="name a folder")
+    return types.SimpleNamespace(name=asked or "tiny", folder=Path("/models/tiny"), revision=None, config=CONFIG)
+
+
+def ask(spec: EngineSpec, query: CaptureQuery, progress=lambda text: None) -> Reply:
+    mode = os.environ.get("FAKE", "")
+    progress("loading weights")
+    if mode == "slow":
+        print("engine started", file=sys.stderr, flush=True)
+        time.sleep(60)
+    if mode == "bug":
+        raise ZeroDivisionError("one\nbug")
+    if mode == "pipe":
+        raise BrokenPipeError(32, "Broken pipe")
+    prompts = [_prompt(spec, query, prompt) for prompt in query.prompts]
+    model = {"name": spec.name, "folder": spec.model, "revision": None, "family": "llama", "dtype": "float32"}
+    body = {"schema_version": 1, "command": "capture", "vlens": "0.1.0", "model": model, "prompts": prompts}
+    if mode == "echo":
+        body["spec"], body["query"] = spec.as_json(), query.as_json()
+    return Reply(body, notes=("two BOS\x1b[0m",), blob=_blob() if query.save else None)
+
+
+def _prompt(spec: EngineSpec, query: CaptureQuery, prompt) -> dict:
+    n_tokens = int(os.environ.get("FAKE_TOKENS", "3"))
+    catalog = catalog_for(CONFIG)
+    selected = hooks.resolve(map(hooks.parse, query.hooks), catalog, query.pos, query.head, query.dim)
+    tokens = [{"pos": i, "id": 7, "text": ODD_TOKEN, "piece": "Ġ"} for i in range(n_tokens)]
+    return {
+        "text": prompt.text,
+        "chunks": 1,
+        "tokens": tokens,
+        "hooks": {one.name: _hook(one, catalog, n_tokens, query.values) for one in selected},
+    }
+
+
+def _hook(one: hooks.Selected, catalog, n_tokens: int, values: bool) -> dict:
+    where = hooks.positions(one.pos, n_tokens, lambda text: []) if one.pos else range(n_tokens)
+    axes = catalog.axes(one.name)
+    inner = [catalog.size(axis) for axis in axes[1:]]
+    return {
+        "shape": [len(where), *inner],
+        "dtype": "float32",
+        "axes": list(axes),
+        "derived": catalog.derived(one.name),
+        "positions": list(where),
+        "rows": [_row(pos, inner, values) for pos in where],
+    }
+
+
+def _row(pos: int, inner: list[int], values: bool) -> dict:
+    top = {"dim": 1, "value": 1 / 3, **({"head": 2} if len(inner) == 2 else {})}
+    row = {"pos": pos, "norm": float("nan"), "mean": float("-inf"), "std": float("inf"), "min": 0.1 + 0.2, "max": 1e-30}
+    row["top"] = [top]
+    if values:
+        flat = [pos + i / 1000 for i in range(inner[-1])]
+        row["values"] = [flat] * inner[0] if len(inner) == 2 else flat
+    return row
+
+
+def _blob() -> bytes:
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    header = json.dumps({"__metadata__": {"a": "b"}, "hook_embed": entry}).encode()
+    return len(header).to_bytes(8, "little") + header + b"\0\0\0\0"
+
+
+def install() -> None:
+    """Put the fakes where the command line imports models and client from."""
+    for name, fake in {"vlens_cli.models": {"resolve": resolve}, "vlens_cli.daemon.client": {"ask": ask}}.items():
+        module = types.ModuleType(name)
+        vars(module).update(fake)
+        sys.modules[name] = module
+        parent, _, child = name.rpartition(".")
+        setattr(__import__(parent, fromlist=["_"]), child, module)
+
+
+if __name__ == "__main__":
+    install()
+    if marker := os.environ.get("FAKE_IMPORTS"):  # what is loaded when the process ends
+        import atexit
+
+        atexit.register(lambda: Path(marker).write_text("\n".join(sys.modules)))
+    from vlens_cli.cli.main import main
+
+    main()

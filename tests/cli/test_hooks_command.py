@@ -1,0 +1,74 @@
+"""`vlens hooks`: a model's catalog, without an engine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+def listed(shell, *args: str) -> dict:
+    done = shell.fake("hooks", "--json", *args, env={"FAKE": "bug"})
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+def test_the_whole_catalog(shell):
+    body = listed(shell)
+    assert (body["schema_version"], body["command"]) == (1, "hooks")
+    assert body["model"] == {
+        "name": "tiny", "folder": "/models/tiny", "revision": None, "family": "llama", "n_layers": 4,
+    }  # fmt: skip
+    entries = {entry["name"]: entry for entry in body["hooks"]}
+    keys = entries["blocks.3.attn.hook_k"]
+    assert (keys["axes"], keys["shape"]) == (["pos", "kv_head", "d_head"], [None, 2, 2])
+    assert keys["aliases"] == ["blocks.3.attn.k.hook_out"]
+    assert entries["ln_final.hook_scale"]["shape"] == [None, 1] and entries["ln_final.hook_scale"]["derived"]
+    assert not entries["blocks.0.attn.hook_z"]["derived"] and entries["hook_embed"]["definition"]
+    refused = {entry["name"]: entry["reason"] for entry in body["refused"]}
+    assert "never forms attention patterns" in refused["blocks.{i}.attn.hook_pattern"]
+
+
+def test_patterns_choose_in_the_order_of_the_forward(shell):
+    body = listed(shell, "ln_final.hook_scale", "blocks.{1,0}.hook_resid_*", "hook_embed")
+    names = [entry["name"] for entry in body["hooks"]]
+    kinds = ("pre", "mid", "post")
+    blocks = [f"blocks.{i}.hook_resid_{kind}" for i in (0, 1) for kind in kinds]
+    assert names == ["hook_embed", *blocks, "ln_final.hook_scale"]
+    assert body["refused"] == []
+
+
+def test_the_table_folds_layers(shell):
+    out = shell.fake("hooks", "--table").stdout
+    row = next(line for line in out.splitlines() if line.startswith("blocks.{i}.attn.hook_k "))
+    assert all(cell in row for cell in ("0-3", "[pos, kv_head 2, d_head 2]", "the engine"))
+    assert "blocks.0." not in out and "blocks.{i}.hook_out" not in out
+    assert "not given" in out and "never forms attention patterns" in out
+
+
+def test_the_table_by_layer(shell):
+    for args in (["--all"], ["blocks.*.hook_resid_post"]):
+        out = shell.fake("hooks", "--table", *args).stdout
+        assert all(f"blocks.{i}.hook_resid_post" in out for i in range(4))
+
+
+def test_aliases_in_the_table(shell):
+    out = shell.fake("hooks", "--table", "--aliases").stdout
+    row = next(line for line in out.splitlines() if line.startswith("blocks.{i}.hook_resid_post "))
+    assert row.endswith("blocks.{i}.hook_out, ln_final.hook_in")
+    assert "blocks.2.hook_out" in shell.fake("hooks", "--table", "--aliases", "blocks.2.hook_resid_post").stdout
+
+
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [
+        ("blocks.0.hook_resid_pst", "did you mean blocks.0.hook_resid_post"),
+        ("blocks.4.hook_resid_post", "layers 0 to 3"),
+        ("blocks.0.attn.hook_result", "never forms per-head results"),
+        ("hook_embed[pos=1]", "takes no selectors"),
+    ],
+)
+def test_bad_patterns(shell, pattern, says):
+    done = shell.fake("hooks", pattern)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr

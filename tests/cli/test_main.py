@@ -1,0 +1,244 @@
+"""The boundary: streams, exit codes, errors, and what a process may import."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from vlens_cli import __version__
+from vlens_cli.cli.main import COMMANDS
+
+HEAVY = ("torch", "numpy", "vllm", "transformers", "huggingface_hub", "safetensors")
+
+
+# Help
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_every_command_has_help(shell, command, flag):
+    done = shell.real(command, flag)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"Usage: vlens {command} ")
+
+
+def test_vlens_alone_lists_the_commands(shell):
+    done = shell.real()
+    assert done.returncode == 0
+    assert all(f"\n  {command} " in done.stdout for command in COMMANDS)
+
+
+def test_version(shell):
+    assert shell.real("--version").stdout == f"vlens {__version__}\n"
+
+
+# Imports
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (["--help"], 0),
+        (["capture", "--help"], 0),
+        (["capture", "--hook", "blocks.x", "hello"], 2),
+        (["capture", "--hook", "blocks.3.hook_resid_post", "hello"], 0),
+        (["capture", "--hook", "blocks.3.hook_resid_post", "--table", "-o", "a.safetensors", "hello"], 0),
+        (["hooks", "--table"], 0),
+    ],
+)
+def test_the_client_loads_nothing_heavy(shell, args, code):
+    done = shell.fake(*args, env={"FAKE_IMPORTS": "loaded"})
+    assert done.returncode == code, done.stderr
+    loaded = (shell.folder / "loaded").read_text().splitlines()
+    assert "vlens_cli.cli.main" in loaded
+    assert not set(loaded) & set(HEAVY)
+
+
+def test_json_does_not_pay_for_tables(shell):
+    shell.fake("hooks", "--json", env={"FAKE_IMPORTS": "loaded"})
+    loaded = (shell.folder / "loaded").read_text().splitlines()
+    assert "vlens_cli.cli.hooks" in loaded
+    assert "rich" not in loaded and "vlens_cli.cli.capture" not in loaded
+
+
+# Errors
+
+
+def test_an_error_is_a_message_then_a_hint(shell):
+    done = shell.real("hoks")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: there is no command: hoks\n\nhint: did you mean `vlens hooks`?\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "message", "hint"),
+    [
+        (["capture", "--hok", "x", "hello"], "there is no option: --hok", "did you mean --hook"),
+        (["capture", "--hook"], "option '--hook' requires an argument", "`vlens capture --help`"),
+        (["capture", "hello"], "missing option '--hook'", "`vlens capture --help`"),
+        (["capture", "--hook", "hook_embed", "-5 degrees"], "there is no option: -5", "goes after `--`"),
+        (["capture", "--hook", "hook_embed", "--dtype", "int8", "x"], "'int8' is not one of", "`vlens capture --help`"),
+        (["capture", "--hook", "hook_embed", "--chunk", "0", "x"], "--chunk", "`vlens capture --help`"),
+        (["hooks", "--json", "--table"], "--json and --table exclude each other", "one of them"),
+    ],
+)
+def test_a_command_line_that_does_not_parse(shell, args, message, hint):
+    done = shell.real(*args)
+    assert done.returncode == 2
+    first, *_, last = done.stderr.splitlines()
+    assert first.startswith("error: ") and message in first and not first.endswith(".")
+    assert last.startswith("hint: ") and hint in last
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "exit_code"),
+    [
+        (["nothing", "--json"], "unknown_command", 2),
+        (["capture", "--json", "--hok", "x"], "unknown_option", 2),
+        (["capture", "--json", "--hook", "blocks.99.hook_resid_post", "hello"], "layer_out_of_range", 2),
+        (["capture", "--json", "--hook", "hook_embed", "-m", "missing", "hello"], "start_failed", 3),
+    ],
+)
+def test_with_json_the_error_is_on_stdout_too(shell, args, code, exit_code):
+    done = shell.fake(*args)
+    assert done.returncode == exit_code
+    body = json.loads(done.stdout)
+    assert body["schema_version"] == 1 and set(body["error"]) == {"code", "message", "hint"}
+    assert body["error"]["code"] == code
+    assert done.stderr.startswith(f"error: {body['error']['message']}\n")
+
+
+def test_json_after_the_dashes_is_a_prompt(shell):
+    assert shell.fake("capture", "--hook", "blocks.99.hook_resid_post", "--", "--json").stdout == ""
+
+
+def test_an_error_cannot_drive_the_terminal(shell):
+    done = shell.real("capture", "--hook", "hook_embed", "-f", "\x1b[31mfile", "x")
+    assert done.returncode == 2
+    assert "\x1b" not in done.stderr and r"\x1b[31mfile" in done.stderr
+
+
+def test_a_bug_is_one_line(shell, hook):
+    done = shell.fake("capture", "--hook", hook, "hello", env={"FAKE": "bug"})
+    assert (done.returncode, done.stdout) == (4, "")
+    message, blank, hint = done.stderr.splitlines()
+    assert message == "error: a bug in vlens: ZeroDivisionError: one bug"
+    assert blank == "" and "VLENS_DEBUG=1" in hint
+
+
+def test_debug_shows_the_traceback(shell, hook):
+    done = shell.fake("capture", "--hook", hook, "hello", env={"FAKE": "bug", "VLENS_DEBUG": "1"})
+    assert done.returncode == 4
+    assert done.stderr.startswith("Traceback") and "in ask" in done.stderr
+
+
+def test_colour_only_on_a_terminal_that_wants_it(shell):
+    assert b"\x1b[31m" in on_terminal(shell, "hoks")
+    assert b"\x1b[" not in on_terminal(shell, "hoks", env={"NO_COLOR": "1"})
+
+
+def on_terminal(shell, *args: str, env: dict[str, str] | None = None) -> bytes:
+    """What vlens writes where both of its streams are one terminal."""
+    import pty
+
+    mine, theirs = pty.openpty()
+    # Above what the terminal's buffer holds, vlens would wait for a reader; these outputs are small.
+    shell.fake(*args, stdout=theirs, stderr=theirs, env={"TERM": "xterm-256color", **(env or {})})
+    os.close(theirs)
+    found = b""
+    try:
+        while more := os.read(mine, 65536):
+            found += more
+    except OSError:  # Linux's end of a terminal that nobody holds open
+        pass
+    os.close(mine)
+    return found
+
+
+def test_a_terminal_gets_tables_and_a_pipe_json(shell):
+    assert b"layers 0 to 3" in on_terminal(shell, "hooks", "hook_embed")
+    assert on_terminal(shell, "hooks", "hook_embed", "--json").startswith(b"{")
+    assert shell.fake("hooks", "hook_embed").stdout.startswith("{")
+    assert "layers 0 to 3" in shell.fake("hooks", "hook_embed", "--table").stdout
+
+
+# Streams that end
+
+
+@pytest.mark.parametrize("form", ["--table", "--json"])
+def test_head_ends_quietly(shell, hook, form):
+    process = shell.start(
+        "capture", "--hook", hook, form, "hello",
+        env={"FAKE_TOKENS": "20000"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout.read(1)
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait(30) == 0
+    assert errors.splitlines() == [r"note: two BOS\x1b[0m"]
+    process.stderr.close()
+
+
+def test_head_of_help_ends_quietly(shell):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = shell.real("capture", "--help", stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_broken_pipe_of_the_engine_is_no_quiet_end(shell, hook):
+    done = shell.fake("capture", "--hook", hook, "hello", env={"FAKE": "pipe"})
+    assert done.returncode == 4
+    assert "BrokenPipeError" in done.stderr
+
+
+@pytest.mark.parametrize("args", [["hooks"], ["--help"], ["hooks", "--json", "--hok"]])
+def test_a_full_disk_is_an_error_without_traceback(shell, args):
+    with open("/dev/full", "w") as full:
+        done = shell.fake(*args, stdout=full)
+    assert done.returncode == (2 if "--hok" in args else 1)
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    if "--hok" not in args:
+        assert done.stderr == "error: the output could not be written: No space left on device\n"
+
+
+def test_closed_streams(shell):
+    done = shell.fake("hooks", preexec_fn=lambda: os.close(1), stdout=None)
+    assert (done.returncode, done.stderr) == (1, "error: standard output is closed\n")
+    done = shell.fake("hoks", preexec_fn=lambda: os.close(2), stderr=None)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_ctrl_c_ends_quietly(shell, hook):
+    process = shell.start(
+        "capture", "--hook", hook, "-o", "a.safetensors", "hello",
+        env={"FAKE": "slow"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stderr.readline() == "engine started\n"
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=30)
+    assert (process.returncode, out, errors) == (130, "", "")
+    assert os.listdir(shell.folder) == []
+
+
+def test_a_locale_without_unicode(shell):
+    for form in ("--json", "--table"):
+        done = shell.fake("capture", "--hook", "hook_embed", form, "Zürich", env={"PYTHONIOENCODING": "ascii"})
+        assert done.returncode == 0, done.stderr
+        assert "Z\\" in done.stdout and done.stdout.isascii()
+        if form == "--json":
+            assert json.loads(done.stdout)["prompts"][0]["text"] == "Zürich"
+
+
+def test_module_and_script_are_one(shell):
+    """The installed script and `python -m vlens_cli` name themselves alike."""
+    code = "import sys; sys.argv[0] = 'x'; from vlens_cli.cli.main import main; main(['capture', '-h'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == shell.real("capture", "-h").stdout

@@ -1,0 +1,63 @@
+"""Writing files whole, and text that is safe to show."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlens_cli.cli import output, render
+from vlens_cli.errors import QueryError
+
+
+def test_a_write_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
+    target = tmp_path / "a.safetensors"
+    target.write_text("old")
+
+    def interrupted(*args):
+        assert len(os.listdir(tmp_path)) == 2
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        output.write_whole(target, b"new")
+    assert os.listdir(tmp_path) == ["a.safetensors"] and target.read_text() == "old"
+
+
+def test_a_write_that_fails_says_why(tmp_path):
+    with pytest.raises(QueryError, match="No such file or directory"):
+        output.write_whole(tmp_path / "gone" / "a.safetensors", b"new")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 bytes"), (999, "999 bytes"), (23_040, "23.0 kB"), (5e6, "5.0 MB"), (7.25e12, "7250.0 GB")]
+)
+def test_sizes(size, text):
+    assert output._size(size) == text
+
+
+@given(st.text())
+def test_visible_text_cannot_drive_a_terminal(text):
+    assert all(char.isprintable() for char in render.visible(text))
+
+
+def test_what_is_hidden_becomes_visible():
+    assert render.visible("a\u200b\u202e\ufeff\x9b\U000e0041é漢👍") == r"a\u200b\u202e\ufeff\x9b\U000e0041é漢👍"
+    assert render.quoted(' \\n\n"') == r'" \\n\n\""'
+
+
+@given(st.recursive(st.floats() | st.text() | st.none(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+def test_json_round_trips(value):
+    text = render.to_json(value)
+    again = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert again == json.loads(json.dumps(render._plain(value)))
+    assert not any("\x7f" <= char <= "\x9f" or char == "\u202e" for char in text)
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_table_numbers_have_six_digits(value):
+    assert math.isclose(float(render.number(value)), value, rel_tol=5.1e-6, abs_tol=0) or abs(value) < 1e-300
