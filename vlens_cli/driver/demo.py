@@ -45,8 +45,10 @@ def _save_weights(model: Any, path: Path) -> None:
 
 
 def _save_config(model: Any, folder: Path) -> None:
-    """The weights are fp32 now, so nothing may say that they are quantized; and the GGUF's own title is no name."""
+    """The weights are fp32 now, so nothing may say that they are quantized; GGUF has no class name, and a title that
+    is no name."""
     del model.config.quantization_config
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     path = folder / "config.json"
