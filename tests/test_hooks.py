@@ -182,8 +182,8 @@ def test_what_looks_like_a_hook(text, hook):
 
 @pytest.mark.parametrize(
     ("slot", "layers"),
-    [("3", [3]), ("-1", [11]), ("*", range(12)), ("{0,5,10}", [0, 5, 10]), ("3-7", range(3, 8)), ("{9,0-2}", [0, 1, 2, 9]),
-     ("-3--1", [9, 10, 11]), ("{1,1}", [1])],
+    [("3", [3]), ("-1", [11]), ("*", range(12)), ("{0,5,10}", [0, 5, 10]), ("3-7", range(3, 8)),
+     ("{9,0-2}", [0, 1, 2, 9]), ("-3--1", [9, 10, 11]), ("{1,1}", [1])],
 )  # fmt: skip
 def test_layers(slot, layers):
     assert names(f"blocks.{slot}.hook_resid_post") == tuple(f"blocks.{i}.hook_resid_post" for i in layers)
@@ -250,7 +250,9 @@ def test_a_pattern_that_matches_nothing():
     assert fault("blocks.3.attn.bias_*").message == "no hook point of this model matches: blocks.3.attn.bias_*"
 
 
-@pytest.mark.parametrize("typed", ["blocks.3.attn.hook_pattern", "blocks.*.attn.hook_pattern", "blocks.0.attn.hook_patt*"])
+@pytest.mark.parametrize(
+    "typed", ["blocks.3.attn.hook_pattern", "blocks.*.attn.hook_pattern", "blocks.0.attn.hook_patt*"]
+)
 def test_a_refused_name_gives_the_reason(typed):
     error = fault(typed)
     assert error.code == "hook_refused"

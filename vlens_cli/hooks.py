@@ -7,7 +7,8 @@
     item  := int | [int] ':' [int] | string ['#' n] | 'prompt' | 'generated'      the last two kinds for pos only
 
 Strings stand in single or double quotes, with the escapes \\n \\t \\\\ \\" \\'. Negative numbers count from the end.
-What does not exist is refused, never clamped or skipped: a narrower answer than the one asked for looks right and is not.
+What does not exist is refused, never clamped or skipped: a narrower answer than the one asked for looks right and is
+not.
 """
 
 from __future__ import annotations
@@ -436,7 +437,10 @@ def _heads(name: str, items: Items, axes: tuple[str, ...], catalog: HookCatalog)
 
 
 def indices(items: Items, size: int, what: str, where: str = "") -> tuple[int, ...]:
-    """Items as indices below `size`, ascending, each once. `what` (head, dim) and `where` (a hook) name them in errors."""
+    """Items as indices below `size`, ascending, each once.
+
+    `what` (head, dim) and `where` (a hook) name them in errors.
+    """
     found: set[int] = set()
     for item in items:
         if not isinstance(item, Index | Slice):

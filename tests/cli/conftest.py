@@ -20,7 +20,8 @@ HOOK = "blocks.3.hook_resid_post"
 def user_state(tmp_path_factory, monkeypatch):
     """No test sees or changes what the user has: configuration, caches, models."""
     for name in list(os.environ):
-        if name.startswith(("VLENS_", "HF_", "XDG_", "_VLENS", "FAKE")) or name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
+        ours = name.startswith(("VLENS_", "HF_", "XDG_", "_VLENS", "FAKE"))
+        if ours or name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
             monkeypatch.delenv(name)
     home = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("HOME", str(home))

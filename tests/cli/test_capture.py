@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import subprocess
+import sys
 
 import pytest
 
@@ -34,9 +35,10 @@ def refused(shell, *args: str, code: int = 2, **more) -> str:
 
 def test_every_option_reaches_the_engine(shell):
     body = queried(
-        shell, "--hook", "blocks.*.attn.hook_z", "--hook", "blocks.0.attn.hook_q[pos=0]", "--pos", "-1", "--head", "3",
-        "--dim", "0:1", "--values", "-o", "a.safetensors", "--save-dtype", "float16", "-m", "some", "--dtype", "bfloat16",
-        "--max-len", "99", "--chunk", "16", "--one-chunk", "--no-daemon", "--chat", "--system", "Be.", "--no-bos", "hello",
+        shell, "--hook", "blocks.*.attn.hook_z", "--hook", "blocks.0.attn.hook_q[pos=0]", "--pos", "-1",
+        "--head", "3", "--dim", "0:1", "--values", "-o", "a.safetensors", "--save-dtype", "float16", "-m", "some",
+        "--dtype", "bfloat16", "--max-len", "99", "--chunk", "16", "--one-chunk", "--no-daemon", "--chat",
+        "--system", "Be.", "--no-bos", "hello",
     )  # fmt: skip
     assert body["query"] == {
         "prompts": [{"text": "hello", "tokens": None, "chat": True, "system": "Be."}],
@@ -100,8 +102,8 @@ def test_after_the_dashes_everything_is_text(shell):
 
 def test_braces_that_bash_expanded(shell):
     """bash makes `--hook blocks.0.hook_resid_post` and a prompt of blocks.{0,5}.hook_resid_post."""
-    command = f"{{ python() {{ '{os.sys.executable}' \"$@\"; }}; python -m vlens_cli capture --hook blocks.{{0,1}}.hook_z hi; }}"
-    done = subprocess.run(["bash", "-c", command], cwd=shell.folder, capture_output=True, text=True)
+    command = '"$0" -m vlens_cli capture --hook blocks.{0,1}.hook_z hi'
+    done = subprocess.run(["bash", "-c", command, sys.executable], cwd=shell.folder, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("error: this prompt is a hook name: blocks.1.hook_z\n")
     assert "quote the pattern" in done.stderr and "after `--`" in done.stderr
@@ -200,7 +202,8 @@ def test_grammar_before_prompts_before_target_before_model(shell):
     args[4] = "a.safetensors"
     said.append(refused(shell, *args, code=3))
     said.append(refused(shell, *args[:-1], "there"))
-    for text, says in zip(said, ["expected a layer", "none.txt", ".safetensors", "no model", "layers 0 to 3"], strict=True):
+    wanted = ["expected a layer", "none.txt", ".safetensors", "no model", "layers 0 to 3"]
+    for text, says in zip(said, wanted, strict=True):
         assert says in text
 
 
@@ -260,7 +263,8 @@ def test_the_file_and_the_line_about_it(shell, hook):
     done = shell.fake("capture", "--hook", hook, "-o", "a.safetensors", "hello")
     written = (shell.folder / "a.safetensors").read_bytes()
     assert json.loads(done.stdout)["command"] == "capture"
-    assert done.stderr.splitlines()[-1] == f"wrote {shell.folder.resolve()}/a.safetensors: 1 tensor, {len(written)} bytes"
+    path = shell.folder.resolve() / "a.safetensors"
+    assert done.stderr.splitlines()[-1] == f"wrote {path}: 1 tensor, {len(written)} bytes"
     assert written.endswith(b"}\0\0\0\0")
     assert os.listdir(shell.folder) == ["a.safetensors"]
 

@@ -40,9 +40,8 @@ def test_an_unknown_shell(shell):
 
 
 def test_bash_takes_the_file():
-    done = subprocess.run(
-        ["bash", "--norc", "-c", f"source '{FILES / 'vlens.bash'}' && complete -p vlens"], capture_output=True, text=True
-    )
+    code = f"source '{FILES / 'vlens.bash'}' && complete -p vlens"
+    done = subprocess.run(["bash", "--norc", "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "-F _vlens_completion vlens" in done.stdout
 
@@ -79,3 +78,7 @@ def test_bash_completes_hook_names_of_a_folder(tmp_path):
     assert completed(f"vlens capture -m {tmp_path} --hook blocks.2.hook_r", tmp_path) == wanted
     assert completed("vlens capture --hook blocks.2.hook_r", tmp_path, VLENS_MODEL=str(tmp_path)) == wanted
     assert completed("vlens capture --hook blocks.2.hook_r", tmp_path) == []
+
+
+def test_bash_completes_models_at_hand(tmp_path):
+    assert completed("vlens hooks -m de", tmp_path)[0] == "demo"

@@ -59,6 +59,21 @@ def test_aliases_in_the_table(shell):
     assert "blocks.2.hook_out" in shell.fake("hooks", "--table", "--aliases", "blocks.2.hook_resid_post").stdout
 
 
+def test_a_real_folder(shell):
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 12, "vocab_size": 32,
+    }  # fmt: skip
+    (shell.folder / "a model").mkdir()
+    (shell.folder / "a model" / "config.json").write_text(json.dumps(config))
+    (shell.folder / "a model" / "model.safetensors").touch()
+    done = shell.real("hooks", "-m", "a model/", "--json", "blocks.1.attn.hook_q_normed")
+    assert done.returncode == 0, done.stderr
+    body = json.loads(done.stdout)
+    assert body["model"]["folder"] == str((shell.folder / "a model").resolve())
+    assert body["hooks"][0]["shape"] == [None, 4, 4]
+
+
 @pytest.mark.parametrize(
     ("pattern", "says"),
     [

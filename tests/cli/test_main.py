@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -64,6 +65,24 @@ def test_json_does_not_pay_for_tables(shell):
     loaded = (shell.folder / "loaded").read_text().splitlines()
     assert "vlens_cli.cli.hooks" in loaded
     assert "rich" not in loaded and "vlens_cli.cli.capture" not in loaded
+
+
+def test_what_the_fakes_stand_for_is_light_too():
+    """In the tests above models and client are fakes."""
+    code = "import sys, vlens_cli.models, vlens_cli.families, vlens_cli.daemon.client; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "vlens_cli.daemon.client" in loaded
+    assert not set(loaded) & set(HEAVY)
+
+
+def test_the_fakes_take_what_the_real_ones_take():
+    import fake_vlens
+
+    from vlens_cli import models
+    from vlens_cli.daemon import client
+
+    for fake, real in ((fake_vlens.ask, client.ask), (fake_vlens.resolve, models.resolve)):
+        assert list(inspect.signature(fake).parameters) == list(inspect.signature(real).parameters)
 
 
 # Errors
@@ -209,11 +228,12 @@ def test_a_full_disk_is_an_error_without_traceback(shell, args):
         assert done.stderr == "error: the output could not be written: No space left on device\n"
 
 
-def test_closed_streams(shell):
+def test_closed_streams(shell, hook):
     done = shell.fake("hooks", preexec_fn=lambda: os.close(1), stdout=None)
     assert (done.returncode, done.stderr) == (1, "error: standard output is closed\n")
-    done = shell.fake("hoks", preexec_fn=lambda: os.close(2), stderr=None)
-    assert (done.returncode, done.stdout) == (2, "")
+    done = shell.fake("capture", "--hook", hook, "hi", preexec_fn=lambda: os.close(2), stderr=None)
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["command"] == "capture"  # and not the note, which goes to standard error
 
 
 def test_ctrl_c_ends_quietly(shell, hook):

@@ -50,7 +50,10 @@ def test_what_is_hidden_becomes_visible():
     assert render.quoted(' \\n\n"') == r'" \\n\n\""'
 
 
-@given(st.recursive(st.floats() | st.text() | st.none(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+LEAVES = st.floats() | st.text() | st.none()
+
+
+@given(st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 def test_json_round_trips(value):
     text = render.to_json(value)
     again = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))

@@ -10,7 +10,7 @@ import click
 
 from vlens_cli import hooks
 from vlens_cli.cli import options, output, prompts, render
-from vlens_cli.errors import UsageError
+from vlens_cli.errors import BugError, UsageError
 from vlens_cli.query import CaptureQuery, EngineSpec, Reply
 
 
@@ -44,7 +44,7 @@ class Typed:
 @click.command("capture", cls=prompts.PromptCommand)
 @options.prompts
 @click.option("--hook", "hooks", multiple=True, required=True, metavar="HOOK", shell_complete=options.complete_hook,
-              help="A hook point or a pattern, repeatable: 'blocks.{0,5}.hook_resid_post[pos=-1]'. Quote it.")  # fmt: skip
+              help="A hook point or a pattern, repeatable; quote it: 'blocks.{0,5}.hook_resid_post[pos=-1]'.")
 @options.selectors
 @click.option("--values", is_flag=True, help="Print every value, not only the summary of each position.")
 @options.output_format
@@ -125,5 +125,7 @@ def _show(reply: Reply, as_json: bool, target: Path | None) -> None:
         output.say(f"note: {render.visible(note)}")
     # The file first: a reader of standard output may leave early, and the file is wanted all the same.
     if target is not None:
+        if reply.blob is None:
+            raise BugError("a bug in vlens: the engine was asked for a file and gave none")
         output.save(target, reply.blob)
     output.emit(render.to_json(reply.body) if as_json else render.capture(reply.body))

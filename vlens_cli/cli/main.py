@@ -63,6 +63,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 def run(args: Sequence[str]) -> int:
     """Run one command line; every exception ends here. Returns the exit code."""
+    output.ensure_stderr()
     try:
         _dispatch(list(args))
         return EXIT_OK
@@ -91,7 +92,7 @@ def _failed(raised: Exception, args: Sequence[str]) -> int:
     if isinstance(raised, BrokenPipeError) and output.reader_gone():
         output.discard_stdout()  # `| head`: it has what it wanted
         return EXIT_OK
-    if os.environ.get("VLENS_DEBUG"):
+    if os.environ.get("VLENS_DEBUG", "0") not in ("", "0"):
         import traceback
 
         output.say("".join(traceback.format_exception(raised)).rstrip())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -27,20 +26,32 @@ def complete_hook(ctx: click.Context, param: click.Parameter, incomplete: str) -
     import json
     from pathlib import Path
 
+    from vlens_cli import env, models
     from vlens_cli.errors import VlensError
     from vlens_cli.families import catalog_for
 
-    folder = ctx.params.get("model") or os.environ.get("VLENS_MODEL") or ""
     try:
-        names = catalog_for(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))).names
+        named = ctx.params.get("model") or env.default_model()[0]
+        folder = env.cache_folder() / "models" / models.DEMO_NAME if named == env.DEMO else Path(named)
+        names = catalog_for(json.loads((folder / "config.json").read_text(encoding="utf-8"))).names
     except (OSError, ValueError, AttributeError, VlensError):
         return []
     return [name for name in names if name.startswith(incomplete)]
 
 
+def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+    """Models that need no network; folders otherwise, which the shell completes itself."""
+    from click.shell_completion import CompletionItem
+
+    from vlens_cli import models
+
+    names = [name for name in models.cached_models() if name.startswith(incomplete)]
+    return [*names, CompletionItem(incomplete, type="dir")]
+
+
 # Eager, so that completion knows the model wherever it stands on the line.
 model = click.option(
-    "-m", "--model", metavar="MODEL", is_eager=True,
+    "-m", "--model", metavar="MODEL", is_eager=True, shell_complete=complete_model,
     help="A folder or a hub name. Default: VLENS_MODEL, then the config file, then the demo model.",
 )  # fmt: skip
 

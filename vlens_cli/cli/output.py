@@ -18,6 +18,9 @@ from vlens_cli.query import SCHEMA_VERSION
 
 def wants_json(as_json: bool, as_table: bool) -> bool:
     """`--json` and `--table` decide; without them a terminal gets tables and anything else JSON."""
+    if sys.stdout is None:
+        # Before anything is opened: a file would take the free descriptor 1, and what prints there would write into it.
+        raise QueryError("standard output is closed", code="output_failed")
     if as_json and as_table:
         raise UsageError("--json and --table exclude each other", hint="give one of them")
     return as_json or not (as_table or on_terminal())
@@ -25,6 +28,19 @@ def wants_json(as_json: bool, as_table: bool) -> bool:
 
 def on_terminal() -> bool:
     return sys.stdout is not None and sys.stdout.isatty()
+
+
+def ensure_stderr() -> None:
+    """Give a process that was started without standard error one that goes nowhere.
+
+    Python's None there makes `print(file=sys.stderr)` write to standard output, and the next file opened would be 2.
+    """
+    if sys.stderr is None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        if nowhere != 2:
+            os.close(nowhere)
+        sys.stderr = open(2, "w", closefd=False)
 
 
 def emit(text: str) -> None:
@@ -37,17 +53,16 @@ def emit(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """A line on standard error; lost where that is closed. (`print(file=None)` would write to standard output.)"""
-    if sys.stderr is not None:
-        with suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
+    """A line on standard error; lost where nobody takes it."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
     """A function that shows what is waited for, in one line of the terminal that is gone afterwards; off a terminal
     it does nothing."""
-    if sys.stderr is None or not sys.stderr.isatty():
+    if not sys.stderr.isatty():
         yield lambda text: None
         return
     # A copy of the descriptor: the client points the original elsewhere while the engine talks.
@@ -77,7 +92,7 @@ def report(error: VlensError, as_json: bool) -> None:
 
 
 def _red(word: str) -> str:
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not (sys.stderr and sys.stderr.isatty())
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stderr.isatty()
     return word if plain else click.style(word, fg="red", bold=True)
 
 

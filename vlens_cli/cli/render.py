@@ -60,7 +60,8 @@ def quoted(text: str) -> str:
 
 def _escape(char: str) -> str:
     code = ord(char)
-    return _SHORT.get(char) or (f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}")
+    wide = f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return _SHORT.get(char) or (f"\\x{code:02x}" if code < 0x100 else wide)
 
 
 def number(value: float | str) -> str:
