@@ -1,0 +1,57 @@
+# make demo    set up .venv and ask the first question      make bench   run the benchmarks
+# make test    the same environment, and the tests          make clean   remove what make made
+#
+# PYTHON=python3.12 chooses the interpreter (3.11 or newer), EXTRA=cpu or cuda the engine.
+
+PYTHON ?= python3
+EXTRA ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+BIN := .venv/bin
+BEGUN := .venv/.begun
+PROMPT := The Eiffel Tower is located in the city of
+
+.PHONY: demo test bench clean
+
+demo: .venv/.installed
+	$(BIN)/vlens capture --table --hook blocks.3.hook_resid_post "$(PROMPT)"
+
+test: .venv/.installed-test
+	$(BIN)/python -m pytest
+
+bench: .venv/.installed-test
+	@set -e; for script in tests/bench/*.py; do echo "$$script"; $(BIN)/python "$$script"; done
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis
+	find vlens_cli tests -name __pycache__ -prune -exec rm -rf {} +
+
+# Install this folder with the extras $(1). pip finds all versions before it installs any, so a first try that fails
+# has changed nothing. It fails on machines whose pip knows no CPU build of torch: only there PyTorch's own index is
+# added, and only where it answers, since an index that does not costs pip seconds of retries for every package.
+# $(BEGUN) outlives this only if it is killed: the next run then starts from nothing.
+define install
+	@touch $(BEGUN)
+	@trap "exit 130" INT TERM; ok=1; $(BIN)/python -m pip install -e '.[$(1)]' || { \
+	  ok=0; \
+	  if [ $(EXTRA) = cpu ] && $(call answers,$(TORCH_CPU_INDEX)); then \
+	    echo "once more, with PyTorch's index of CPU builds"; \
+	    $(BIN)/python -m pip install --extra-index-url $(TORCH_CPU_INDEX) -e '.[$(1)]' && ok=1; \
+	  fi; }; \
+	rm -f $(BEGUN); [ $$ok = 1 ]
+	@touch $@
+endef
+
+answers = $(BIN)/python -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1] + "/torch/", timeout=4)' $(1) 2>/dev/null
+
+.venv/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "vlens needs Python 3.11 or newer: make PYTHON=python3.12" >&2; exit 1; }
+	@if [ -e $(BEGUN) ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	  rm -rf .venv && $(PYTHON) -m venv .venv; fi
+	$(call install,$(EXTRA))
+
+.venv/.installed-test: .venv/.installed
+	$(call install,$(EXTRA)$(comma)test)
+
+comma := ,
