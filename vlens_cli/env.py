@@ -11,7 +11,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlens_cli.errors import PathError, UsageError
+from vlens_cli.errors import PathError
 
 DEMO = "demo"
 
@@ -33,7 +33,9 @@ CONFIG = Variable("VLENS_CONFIG", "$XDG_CONFIG_HOME/vlens/vlens.toml or ~/.confi
                   "config file, TOML; its key: `model`")
 LOG = Variable("VLENS_LOG", "0", "1 lets the engine's own log through, on stderr")
 
-VARIABLES = (MODEL, CACHE, CONFIG, LOG)
+DEBUG = Variable("VLENS_DEBUG", "0", "1 shows the traceback of every error, on stderr")
+
+VARIABLES = (MODEL, CACHE, CONFIG, LOG, DEBUG)
 CONFIG_KEYS = ("model",)
 
 
@@ -49,7 +51,7 @@ class Setting:
 def settings() -> list[Setting]:
     """Every variable with the value in force, for `doctor`. Raises what the readers raise."""
     values = {MODEL: default_model()[0], CACHE: str(cache_folder()), CONFIG: str(config_file()),
-              LOG: str(int(engine_log()))}
+              LOG: str(int(engine_log())), DEBUG: str(int(debug()))}
     return [Setting(variable, values[variable], _get(variable) is not None) for variable in VARIABLES]
 
 
@@ -82,12 +84,17 @@ def config_file() -> Path:
 
 
 def engine_log() -> bool:
-    """Whether the engine's own log goes to stderr. Raises UsageError for a value that is neither 0 nor 1."""
-    value = _get(LOG) or "0"
-    if value not in ("0", "1"):
-        raise UsageError(f"{LOG.name} is neither 0 nor 1: {value}", hint=f"{LOG.name}=1 shows the engine's log",
-                         code="bad_environment")
-    return value == "1"
+    """Whether the engine's own log goes to stderr."""
+    return _is_on(LOG)
+
+
+def debug() -> bool:
+    """Whether an error shows its traceback."""
+    return _is_on(DEBUG)
+
+
+def _is_on(variable: Variable) -> bool:
+    return (_get(variable) or "0") != "0"
 
 
 def _get(variable: Variable) -> str | None:

@@ -108,17 +108,24 @@ def cached_models() -> list[str]:
 def _find(asked: str) -> Model:
     if asked == DEMO:
         return _load(make_demo(env.cache_folder() / "models"), f"{DEMO_NAME} (demo)", None)
+    if path := _existing(asked):
+        if not path.is_dir():
+            _refuse_file(path, asked)
+        return _load(path, asked, None)
+    if _looks_like_path(asked):
+        _refuse_missing(asked)
+    return _from_hub(*_split_hub_name(asked))
+
+
+def _existing(asked: str) -> Path | None:
+    """The path that `asked` names, if something is there. Raises PathError where that cannot be looked up."""
     try:
         path = Path(asked).expanduser()
-        if path.is_dir() and asked:
-            return _load(path, asked, None)
-        if path.exists() and asked:
-            _refuse_file(path, asked)
-    except (OSError, RuntimeError, ValueError):  # a name too long, no such ~user, a null byte: no path, at any rate
-        path = Path(asked.replace("\0", ""))
-    if _looks_like_path(asked):
-        _refuse_missing(path, asked)
-    return _from_hub(*_split_hub_name(asked))
+        return path if asked and path.exists() else None
+    except PermissionError as fault:
+        raise PathError(f"no permission to look into the model folder: {asked}", code="bad_path") from fault
+    except (OSError, RuntimeError, ValueError):  # too long a name, no such ~user, a null byte: nothing is there
+        return None
 
 
 # Local folders
@@ -218,8 +225,8 @@ def _starts_with(path: Path, magic: bytes) -> bool:
         return False
 
 
-def _refuse_missing(path: Path, asked: str) -> NoReturn:
-    near = _near_folders(path)
+def _refuse_missing(asked: str) -> NoReturn:
+    near = _near_folders(Path(os.path.expanduser(asked)))
     raise PathError(f"no such model folder: {asked}", code="model_not_found",
                     hint=f"did you mean {' or '.join(near)}" if near else _known_names())
 
@@ -228,7 +235,7 @@ def _near_folders(path: Path) -> list[str]:
     """Folders beside the missing one with a name like its; none when its parent is missing too."""
     try:
         names = [entry.name for entry in os.scandir(path.parent) if entry.is_dir()]
-    except OSError:
+    except (OSError, ValueError):
         return []
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
     return [str(path.with_name(name)) for name in near]
