@@ -71,7 +71,9 @@ def _hook(one: hooks.Selected, catalog, n_tokens: int, values: bool) -> dict:
     where = hooks.positions(one.pos, n_tokens, lambda text: []) if one.pos else range(n_tokens)
     axes = catalog.axes(one.name)
     inner = [catalog.size(axis) for axis in axes[1:]]
+    inner[-2:-1] = [len(one.head)] if one.head else inner[-2:-1]
     return {
+        **({"heads": list(one.head)} if one.head else {}),
         "shape": [len(where), *inner],
         "dtype": "float32",
         "axes": list(axes),

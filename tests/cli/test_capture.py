@@ -251,6 +251,12 @@ def test_values_in_tables_are_all_there(shell, hook):
     assert values == [2 + i / 1000 for i in range(8)]
 
 
+def test_selected_heads_keep_their_numbers(shell):
+    out = shell.fake("capture", "--hook", "blocks.0.attn.hook_q[head=1,3]", "--values", "--table", "hello").stdout
+    assert "[pos 3, head 2, d_head 2] float32  heads 1, 3" in out
+    assert [f"pos 2, head {head}:" in out for head in range(4)] == [False, True, False, True]
+
+
 def test_a_long_hook_name_is_not_cut(shell):
     out = shell.fake("capture", "--hook", "blocks.*.attn.hook_rot_q", "--table", "x" * 500).stdout
     assert "x" * 500 in out and "blocks.3.attn.hook_rot_q" in out and "…" not in out

@@ -135,7 +135,8 @@ def _heading(prompt: dict[str, Any], place: int, n_prompts: int) -> str:
 
 def _title(name: str, hook: dict[str, Any]) -> str:
     shape = ", ".join(f"{axis} {size}" for axis, size in zip(hook["axes"], hook["shape"], strict=True))
-    return f"{name}  [{shape}] {hook['dtype']}" + ("  (derived)" if hook["derived"] else "")
+    chosen = "".join(f"  {axis} {', '.join(map(str, hook[axis]))}" for axis in ("heads", "dims") if axis in hook)
+    return f"{name}  [{shape}] {hook['dtype']}{chosen}" + ("  (derived)" if hook["derived"] else "")
 
 
 def _hook_table(hook: dict[str, Any], pieces: dict[int, str]) -> Table:
@@ -161,7 +162,7 @@ def _values(row: dict[str, Any], hook: dict[str, Any]) -> list[str]:
     """Every value of one position, wrapped; a line for each head."""
     values = row["values"]
     if values and isinstance(values[0], list):
-        heads = hook.get("head") or range(len(values))
+        heads = hook.get("heads") or range(len(values))
         return [text for head, one in zip(heads, values, strict=True) for text in
                 _wrapped(f"pos {row['pos']}, head {head}:", one)]  # fmt: skip
     return _wrapped(f"pos {row['pos']}:", values)
