@@ -91,7 +91,7 @@ def resolve(asked: str | None) -> Model:
         return _find(named)
     except VlensError as fault:
         if named != DEMO:
-            fault.hint = f"{fault.hint}; the model was named in {where}".removeprefix("; ")
+            fault.hint = f"{fault.hint} (the model was named in {where})".strip()
         raise
 
 
@@ -173,7 +173,7 @@ def _no_config(folder: Path) -> StartError:
         return _broken(f"the model folder holds a GGUF file, which vlens does not run: {folder}")
     inner = sorted(str(path.parent) for path in folder.glob("*/config.json"))
     if inner:
-        return _broken(f"no config.json in the model folder: {folder}", f"did you mean {' or '.join(inner[:3])}")
+        return _broken(f"no config.json in the model folder: {folder}", f"did you mean {' or '.join(inner[:3])}?")
     return _broken(f"no config.json in the model folder: {folder}")
 
 
@@ -205,9 +205,11 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _looks_like_path(asked: str) -> bool:
-    if asked.startswith(("/", "./", "../", "~")) or asked.endswith("/") or asked.count("/") > 1 or asked in (".", ".."):
+    if asked.startswith(("/", "./", "../", "~")) or asked.endswith("/") or asked in (".", ".."):
         return True
-    return "/" in asked and Path(asked).parent.is_dir()
+    # A revision may hold slashes: org/name@refs/pr/1.
+    name = asked.partition("@")[0]
+    return name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir())
 
 
 def _refuse_file(path: Path, asked: str) -> NoReturn:
@@ -228,7 +230,7 @@ def _starts_with(path: Path, magic: bytes) -> bool:
 def _refuse_missing(asked: str) -> NoReturn:
     near = _near_folders(Path(os.path.expanduser(asked)))
     raise PathError(f"no such model folder: {asked}", code="model_not_found",
-                    hint=f"did you mean {' or '.join(near)}" if near else _known_names())
+                    hint=f"did you mean {' or '.join(near)}?" if near else _known_names())
 
 
 def _near_folders(path: Path) -> list[str]:
@@ -262,16 +264,18 @@ def _from_hub(name: str, revision: str) -> Model:
     shown = name if revision == "main" else f"{name}@{revision}"
     folder = _cached_snapshot(name, revision)
     if folder is None:
-        if _hub_is_off():
+        if switch := _hub_switch():
             raise StartError(f"the model is not in the hub cache, and the hub is switched off: {shown}",
-                             hint=f"unset HF_HUB_OFFLINE; {_near_names(name)}", code="hub_offline")
+                             hint=_near_or(name, f"unset {switch} to download it"), code="hub_offline")
         folder = _download(name, revision, shown)
     return _load(folder, shown, folder.name)
 
 
-def _hub_is_off() -> bool:
+def _hub_switch() -> str | None:
+    """The variable that switches the hub off, if one does: huggingface_hub's words for true."""
     on = ("1", "on", "yes", "true")
-    return any(os.environ.get(name, "").lower() in on for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    return next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+                 if os.environ.get(name, "").lower() in on), None)
 
 
 def _hub_cache() -> Path:
@@ -293,13 +297,16 @@ def _cached_snapshot(name: str, revision: str) -> Path | None:
     return folder if COMMIT.fullmatch(commit) and _is_whole(folder) else None
 
 
-def _near_names(name: str) -> str:
-    """Cached models whose name, or last part, is like `name`; else all that are cached."""
-    cached = cached_models()
-    last = {each: each.rpartition("/")[2].lower() for each in cached}
-    near = [each for each in cached if difflib.SequenceMatcher(None, name.lower(), each.lower()).ratio() > 0.7
-            or difflib.SequenceMatcher(None, name.rpartition("/")[2].lower(), last[each]).ratio() > 0.7]
-    return f"did you mean {' or '.join(near[:3])}" if near else _known_names()
+def _near_or(name: str, otherwise: str) -> str:
+    """A hint: cached models and folders here whose name, or last part of it, is like `name`; else `otherwise`."""
+    here = [path.parent.name for path in Path().glob("*/config.json")]
+    near = [each for each in cached_models() + sorted(here)
+            if _alike(name, each) or _alike(name.rpartition("/")[2], each.rpartition("/")[2])]
+    return f"did you mean {' or '.join(near[:3])}?" if near else otherwise
+
+
+def _alike(one: str, other: str) -> bool:
+    return difflib.SequenceMatcher(None, one.lower(), other.lower()).ratio() > 0.7
 
 
 def _download(name: str, revision: str, shown: str) -> Path:
@@ -389,9 +396,9 @@ def _hub_fault(fault: Exception, name: str, shown: str) -> StartError:
         return StartError(f"the model has no such revision: {shown}", hint=f"try -m {name}", code="model_missing")
     if isinstance(fault, errors.RepositoryNotFoundError):
         return StartError(f"no such model on the hub, or it is private: {shown}", code="model_missing",
-                          hint=f"{_near_names(name)}; for a private model `hf auth login`")
+                          hint=_near_or(name, "check the name; a private model needs `hf auth login`"))
     return StartError(f"the hub cannot be reached: {constants.ENDPOINT}: {_one_line(fault)}", code="hub_unreachable",
-                      hint=f"{_near_names(name)}; what was downloaded of {shown} is kept")
+                      hint=_near_or(name, _known_names()))
 
 
 def _one_line(fault: Exception) -> str:
