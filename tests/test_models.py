@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import http.server
+import importlib.util
 import json
 import os
 import re
@@ -720,3 +721,26 @@ def test_conversion_that_fails_says_why(home: Path) -> None:
 
 def test_bad_name_is_a_usage_error() -> None:
     assert refused("a b", UsageError, "model_not_found").exit_code == 2
+
+
+# Packages that do not import
+
+
+def test_broken_package_looks_absent(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vlens_cli.driver.hide import hide_broken_packages
+
+    (home / "vl_broken").mkdir()
+    (home / "vl_broken/__init__.py").write_text("from vl_broken import part\nraise RuntimeError('no such operator')\n")
+    (home / "vl_broken/part.py").touch()
+    (home / "vl_good.py").touch()
+    monkeypatch.syspath_prepend(home)
+    names = ("vl_broken", "vl_good", "vl_absent")
+    try:
+        assert hide_broken_packages(names) == ["vl_broken"]
+        assert hide_broken_packages(names) == []
+        assert importlib.util.find_spec("vl_broken") is None
+        assert "vl_broken.part" not in sys.modules and "vl_absent" not in sys.modules
+        assert sys.modules["vl_good"] is not None
+    finally:
+        for name in names:
+            sys.modules.pop(name, None)
