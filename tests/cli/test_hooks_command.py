@@ -54,8 +54,9 @@ def test_the_table_by_layer(shell):
 
 def test_aliases_in_the_table(shell):
     out = shell.fake("hooks", "--table", "--aliases").stdout
-    row = next(line for line in out.splitlines() if line.startswith("blocks.{i}.hook_resid_post "))
-    assert row.endswith("blocks.{i}.hook_out, ln_final.hook_in")
+    lines = out.splitlines()
+    place = next(n for n, line in enumerate(lines) if line.startswith("blocks.{i}.hook_resid_post "))
+    assert lines[place].endswith(" blocks.{i}.hook_out") and lines[place + 1].strip() == "ln_final.hook_in"
     assert "blocks.2.hook_out" in shell.fake("hooks", "--table", "--aliases", "blocks.2.hook_resid_post").stdout
 
 

@@ -186,6 +186,13 @@ def test_a_terminal_gets_tables_and_a_pipe_json(shell):
     assert "layers 0 to 3" in shell.fake("hooks", "hook_embed", "--table").stdout
 
 
+@pytest.mark.parametrize("columns", [20, 60, 80, 120])
+def test_no_number_breaks_or_goes_on_a_narrow_terminal(shell, hook, columns):
+    shown = on_terminal(shell, "capture", "--hook", hook, "hello", env={"COLUMNS": str(columns), "NO_COLOR": "1"})
+    for number in (b"-Infinity", b"1e-30", b"0.333333", b'" \\x1b[31m[bold]\\u202e\\n"'):
+        assert shown.count(number) == 3, shown.decode()
+
+
 # Streams that end
 
 

@@ -101,7 +101,7 @@ def _row(name: str, group: list[dict[str, Any]], by_layer: bool, with_aliases: b
         "vlens" if first["derived"] else "the engine",
         first["definition"],
     ]
-    return cells + [", ".join(aliases)] * with_aliases
+    return cells + ["\n".join(aliases)] * with_aliases
 
 
 def _layers(names: Iterable[str]) -> str:

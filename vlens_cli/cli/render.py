@@ -79,25 +79,35 @@ def draw(*parts: Table | Text) -> str:
     from io import StringIO
 
     from rich.console import Console
+    from rich.measure import Measurement
 
     tty = sys.stdout is not None and sys.stdout.isatty()
-    console = Console(file=StringIO(), force_terminal=tty or None, width=None if tty else _PIPE_WIDTH, highlight=False)
+    console = Console(file=StringIO(), force_terminal=tty or None, highlight=False)
+    wide = console.options.update(max_width=_PIPE_WIDTH)
     for part in parts:
+        # Wider than the terminal where words would break: half a number is another number.
+        least = Measurement.get(console, wide, part).minimum
+        console.width = max(wide.size.width, least) if tty else _PIPE_WIDTH
         console.print(part)
     lines = console.file.getvalue().rstrip("\n").split("\n")
     return "\n".join(lines if tty else map(str.rstrip, lines))
 
 
 def table(columns: Iterable[tuple[str, str]], rows: Iterable[Sequence[str]]) -> Table:
-    """Rows of plain text under (title, left or right) columns; cells fold where the terminal is narrow, none is cut."""
+    """Rows of plain text under (title, kind) columns: `left` and `right` keep their lines, the one `fold` gives way."""
     from rich import box
+    from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
 
     utf8 = sys.stdout is None or "utf" in (sys.stdout.encoding or "").lower()
-    drawn = Table(box=box.SIMPLE_HEAD if utf8 else box.ASCII2, pad_edge=False, show_edge=False)
-    for title, side in columns:
-        drawn.add_column(Text(title), justify=side, overflow="fold")
+    drawn = Table(box=box.SIMPLE_HEAD if utf8 else box.ASCII2, pad_edge=False, show_edge=False, collapse_padding=True)
+    rows = list(rows)
+    for place, (title, kind) in enumerate(columns):
+        cells = [title, *(row[place] for row in rows)]
+        least = max(cell_len(part) for cell in cells for part in (cell.split() if kind == "fold" else cell.split("\n")))
+        side = "right" if kind == "right" else "left"
+        drawn.add_column(Text(title), justify=side, overflow="fold", no_wrap=kind != "fold", min_width=least)
     for row in rows:
         drawn.add_row(*map(Text, row))  # Text, because a str is parsed as markup
     return drawn
@@ -143,7 +153,7 @@ def _hook_table(hook: dict[str, Any], pieces: dict[int, str]) -> Table:
     numbers = ("norm", "mean", "std", "min", "max")
     by_head = any("head" in top for row in hook["rows"] for top in row["top"])
     largest = "largest (head.dim: value)" if by_head else "largest (dim: value)"
-    columns = [("pos", "right"), ("token", "left"), *((name, "right") for name in numbers), (largest, "left")]
+    columns = [("pos", "right"), ("token", "left"), *((name, "right") for name in numbers), (largest, "fold")]
     rows = [
         (str(row["pos"]), pieces.get(row["pos"], ""), *(number(row[name]) for name in numbers), _top(row["top"]))
         for row in hook["rows"]
@@ -182,13 +192,13 @@ def hooks(body: dict[str, Any], rows: Iterable[Sequence[str]], with_aliases: boo
     """The catalog of a model; `rows` are its hook points, folded over layers or not."""
     model = body["model"]
     layers = f"layers 0 to {model['n_layers'] - 1}"
-    titles = ["name", "layers", "shape", "formed by", "meaning"] + ["aliases"] * with_aliases
+    columns = [("name", "left"), ("layers", "left"), ("shape", "left"), ("formed by", "left"), ("meaning", "fold")]
     parts = [
         line(visible(f"{model['name']} ({model['family']}, {layers})"), "bold"),
         line(),
-        table([(title, "left") for title in titles], rows),
+        table(columns + [("aliases", "left")] * with_aliases, rows),
     ]
     if body["refused"]:
         refused = [(entry["name"], entry["reason"]) for entry in body["refused"]]
-        parts += [line(), line("not given", "bold"), table([("name", "left"), ("reason", "left")], refused)]
+        parts += [line(), line("not given", "bold"), table([("name", "left"), ("reason", "fold")], refused)]
     return draw(*parts)
