@@ -48,7 +48,7 @@ answers = $(BIN)/python -c 'import sys, urllib.request as r; r.urlopen(sys.argv[
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "vlens needs Python 3.11 or newer: make PYTHON=python3.12" >&2; exit 1; }
 	@if [ -e $(BEGUN) ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
-	  rm -rf .venv && $(PYTHON) -m venv .venv; fi
+	  rm -rf .venv && mkdir .venv && touch $(BEGUN) && $(PYTHON) -m venv .venv; fi
 	$(call install,$(EXTRA))
 
 .venv/.installed-test: .venv/.installed
