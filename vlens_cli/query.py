@@ -1,13 +1,13 @@
 """What is asked, and what comes back: frozen, plain, free of torch.
 
 `EngineSpec` holds what forces a reload; a query holds everything else. Both cross a process boundary as JSON
-(`as_json`/`from_json`), never pickled. A `Reply` is a JSON-able body and, where tensors were asked for,
-one finished safetensors blob.
+(`as_json`/`from_json`), never pickled. A `Reply` is a JSON-able body; tensors go straight into the file that the
+asker opened, as safetensors.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 SCHEMA_VERSION = 1
@@ -57,7 +57,7 @@ class CaptureQuery:
     head, dim   the same for heads and for the last axis
     bos         True/False adds or leaves out the BOS token; None follows the tokenizer's own rule
     values      put every value into the reply's body
-    save        make the safetensors blob; `save_dtype` casts it (None: the engine's own dtype)
+    save_dtype  cast what is written to a file (None: the engine's own dtype)
     one_chunk   refuse a prompt that needs more than one forward
     """
 
@@ -68,7 +68,6 @@ class CaptureQuery:
     dim: str | None = None
     bos: bool | None = None
     values: bool = False
-    save: bool = False
     save_dtype: str | None = None
     one_chunk: bool = False
 
@@ -92,10 +91,18 @@ class HooksQuery:
 
 
 @dataclass(frozen=True)
+class Saved:
+    """What was written into the file that the asker opened."""
+
+    tensors: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Reply:
     """One answer: `body` is the JSON that `--json` prints (schema_version, command, model, ...), `notes` are
-    lines for stderr, `blob` a finished safetensors file or None."""
+    lines for stderr, `saved` says what went into the file."""
 
     body: dict[str, Any]
     notes: tuple[str, ...] = ()
-    blob: bytes | memoryview | None = field(default=None, repr=False)
+    saved: Saved | None = None

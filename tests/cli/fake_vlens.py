@@ -6,7 +6,6 @@ The reply obeys the shape that the real one has; each value is its own position,
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 from vlens_cli import hooks
 from vlens_cli.errors import StartError
 from vlens_cli.families import catalog_for
-from vlens_cli.query import CaptureQuery, EngineSpec, Reply
+from vlens_cli.query import CaptureQuery, EngineSpec, Reply, Saved
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -36,7 +35,7 @@ def resolve(asked: str | None) -> types.SimpleNamespace:
     return types.SimpleNamespace(name=asked or "tiny", folder=Path("/models/tiny"), revision=None, config=CONFIG)
 
 
-def ask(spec: EngineSpec, query: CaptureQuery, progress=lambda text: None) -> Reply:
+def ask(spec: EngineSpec, query: CaptureQuery, progress=lambda text: None, into=None) -> Reply:
     mode = os.environ.get("FAKE", "")
     progress("loading weights")
     if mode == "slow":
@@ -51,7 +50,9 @@ def ask(spec: EngineSpec, query: CaptureQuery, progress=lambda text: None) -> Re
     body = {"schema_version": 1, "command": "capture", "vlens": "0.1.0", "model": model, "prompts": prompts}
     if mode == "echo":
         body["spec"], body["query"] = spec.as_json(), query.as_json()
-    return Reply(body, notes=("two BOS\x1b[0m",), blob=_blob() if query.save else None)
+    if into is not None:
+        into.write(BLOB)
+    return Reply(body, notes=("two BOS\x1b[0m",), saved=None if into is None else Saved(1, len(BLOB)))
 
 
 def _prompt(spec: EngineSpec, query: CaptureQuery, prompt) -> dict:
@@ -93,10 +94,7 @@ def _row(pos: int, inner: list[int], values: bool) -> dict:
     return row
 
 
-def _blob() -> bytes:
-    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-    header = json.dumps({"__metadata__": {"a": "b"}, "hook_embed": entry}).encode()
-    return len(header).to_bytes(8, "little") + header + b"\0\0\0\0"
+BLOB = b"what the engine wrote"
 
 
 def install() -> None:

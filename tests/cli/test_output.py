@@ -24,13 +24,15 @@ def test_a_write_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        output.write_whole(target, b"new")
+        with output.whole_file(target) as file:
+            file.write(b"new")
     assert os.listdir(tmp_path) == ["a.safetensors"] and target.read_text() == "old"
 
 
 def test_a_write_that_fails_says_why(tmp_path):
     with pytest.raises(QueryError, match="No such file or directory"):
-        output.write_whole(tmp_path / "gone" / "a.safetensors", b"new")
+        with output.whole_file(tmp_path / "gone" / "a.safetensors"):
+            pass
 
 
 @pytest.mark.parametrize(

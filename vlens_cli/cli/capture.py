@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import click
 
@@ -65,7 +65,13 @@ def command(**typed: Any) -> None:
     requests = _requests(asked)
     query = _query(asked)
     target = _target(asked)
-    _show(_ask(asked, requests, query), as_json, target)
+    spec = _spec(asked, requests)
+    if target is None:
+        reply = _ask(spec, query, None)
+    else:
+        with output.whole_file(target) as file:
+            reply = _ask(spec, query, file)
+    _show(reply, as_json, target)
 
 
 def _requests(asked: Typed) -> tuple[hooks.HookRequest, ...]:
@@ -86,7 +92,6 @@ def _query(asked: Typed) -> CaptureQuery:
         dim=asked.dim,
         bos=asked.bos,
         values=asked.values,
-        save=asked.output is not None,
         save_dtype=asked.save_dtype,
         one_chunk=asked.one_chunk,
     )
@@ -100,13 +105,13 @@ def _target(asked: Typed) -> Path | None:
     return None
 
 
-def _ask(asked: Typed, requests: tuple[hooks.HookRequest, ...], query: CaptureQuery) -> Reply:
-    """Check the hooks against the model's catalog, for that takes no engine, then ask the engine."""
+def _spec(asked: Typed, requests: tuple[hooks.HookRequest, ...]) -> EngineSpec:
+    """The engine to ask; the hooks are checked against the model's catalog, for that takes no engine."""
     from vlens_cli import families, models
 
     model = models.resolve(asked.model)
     hooks.resolve(requests, families.catalog_for(model.config), asked.pos, asked.head, asked.dim)
-    spec = EngineSpec(
+    return EngineSpec(
         model=str(model.folder),
         name=model.name,
         revision=model.revision,
@@ -114,18 +119,20 @@ def _ask(asked: Typed, requests: tuple[hooks.HookRequest, ...], query: CaptureQu
         max_len=asked.max_len,
         chunk=asked.chunk,
     )
+
+
+def _ask(spec: EngineSpec, query: CaptureQuery, into: BinaryIO | None) -> Reply:
     from vlens_cli.daemon import client
 
     with output.progress() as show:
-        return client.ask(spec, query, show)
+        return client.ask(spec, query, show, into)
 
 
 def _show(reply: Reply, as_json: bool, target: Path | None) -> None:
     for note in reply.notes:
         output.say(f"note: {render.visible(note)}")
-    # The file first: a reader of standard output may leave early, and the file is wanted all the same.
     if target is not None:
-        if reply.blob is None:
-            raise BugError("a bug in vlens: the engine was asked for a file and gave none")
-        output.save(target, reply.blob)
+        if reply.saved is None:
+            raise BugError("a bug in vlens: the engine was asked for a file and wrote none")
+        output.say_saved(target, reply.saved)
     output.emit(render.to_json(reply.body) if as_json else render.capture(reply.body))

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import click
 
 from vlens_cli.cli.render import to_json, visible
 from vlens_cli.errors import PathError, QueryError, UsageError, VlensError
-from vlens_cli.query import SCHEMA_VERSION
+from vlens_cli.query import SCHEMA_VERSION, Saved
 
 
 def wants_json(as_json: bool, as_table: bool) -> bool:
@@ -138,13 +139,17 @@ def check_target(name: str) -> Path:
     return path
 
 
-def write_whole(path: Path, blob: bytes | memoryview) -> None:
-    """Write a file by rename: whoever looks sees the old file or the whole new one. Nothing is left on failure."""
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that takes the path's name at the end: whoever looks sees the old file or the whole new one.
+
+    Nothing is left behind on failure.
+    """
     # Opened by hand, not by tempfile, so that the mode follows the umask.
     draft = path.parent / f".vlens-{os.urandom(6).hex()}.tmp"
     try:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
-            file.write(blob)
+            yield file
         os.replace(draft, path)
     except OSError as error:
         raise QueryError(f"the file could not be written, {error.strerror}: {path}", code="output_failed") from error
@@ -153,14 +158,10 @@ def write_whole(path: Path, blob: bytes | memoryview) -> None:
             draft.unlink()
 
 
-def save(path: Path, blob: bytes | memoryview) -> None:
-    """Write a safetensors blob to the file of `-o`, and say so."""
-    import json
-
-    write_whole(path, blob)
-    header = json.loads(bytes(blob[8 : 8 + int.from_bytes(blob[:8], "little")]))
-    n_tensors = len(header.keys() - {"__metadata__"})
-    say(f"wrote {visible(str(path))}: {n_tensors} tensor{'s' * (n_tensors != 1)}, {_size(len(blob))}")
+def say_saved(path: Path, saved: Saved) -> None:
+    """What went into the file of `-o`."""
+    plural = "s" * (saved.tensors != 1)
+    say(f"wrote {visible(str(path))}: {saved.tensors} tensor{plural}, {_size(saved.bytes)}")
 
 
 def _size(n_bytes: float) -> str:

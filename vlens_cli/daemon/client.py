@@ -9,13 +9,18 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from vlens_cli.errors import StartError
 from vlens_cli.query import CaptureQuery, EngineSpec, Reply
 
 
-def ask(spec: EngineSpec, query: CaptureQuery, progress: Callable[[str], None] = lambda text: None) -> Reply:
-    """Run one query to its end. `progress` gets a line whenever something long begins.
+def ask(
+    spec: EngineSpec, query: CaptureQuery, progress: Callable[[str], None] = lambda text: None,
+    into: BinaryIO | None = None,
+) -> Reply:
+    """Run one query to its end. `progress` gets a line whenever something long begins; tensors
+    are written into the open file `into`.
 
     Raises the errors of `Session.capture`; StartError where no engine is installed.
     """
@@ -29,7 +34,7 @@ def ask(spec: EngineSpec, query: CaptureQuery, progress: Callable[[str], None] =
                 hint="pip install 'vlens_cli[cpu]' for this machine's processor, or 'vlens_cli[cuda]' for NVIDIA GPUs",
                 code="no_engine",
             ) from missing
-        return Session(spec, config).capture(query, progress)
+        return Session(spec, config).capture(query, progress, into)
 
 
 @contextmanager

@@ -1,27 +1,32 @@
-"""Captured tensors -> one finished safetensors file, with what it takes to know later what they are."""
+"""Captured tensors -> a safetensors file, with what it takes to know later what they are.
+
+The file is written here and not by the safetensors package, because that package joins all tensors in memory first,
+or wants a path; a capture of gigabytes goes into an open file, tensor by tensor, without a copy.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-from safetensors.torch import save
 
 from vlens_cli import __version__
 from vlens_cli.driver.base import Result, Want
 from vlens_cli.driver.tokens import Fed
 from vlens_cli.families import Catalog
-from vlens_cli.query import EngineSpec
+from vlens_cli.query import EngineSpec, Saved
+
+DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32"}
 
 
-def capture_blob(
-    spec: EngineSpec, dtype: str, catalog: Catalog, fed: Sequence[Fed], wants: Sequence[dict[str, Want]],
+def write_capture(
+    file: BinaryIO, spec: EngineSpec, dtype: str, catalog: Catalog, fed: Sequence[Fed], wants: Sequence[dict[str, Want]],
     results: Sequence[Result], save_dtype: str | None,
-) -> bytes:
-    """The file of one capture: key = canonical hook name, after `N/` where there are several prompts.
+) -> Saved:
+    """Write the file of one capture: key = canonical hook name, after `N/` where there are several prompts.
 
     Metadata values are JSON texts; `prompt`, `tokens`, `chunks` are lists of each where there are several prompts.
     """
@@ -42,7 +47,27 @@ def capture_blob(
         "aliases": {name: list(catalog.aliases(name)) for name in hooks},
         "vlens_version": __version__, "vllm_version": engine_version(),
     }
-    return save(tensors, metadata={key: json.dumps(value) for key, value in metadata.items()})
+    return write_safetensors(file, tensors, {key: json.dumps(value) for key, value in metadata.items()})
+
+
+def write_safetensors(file: BinaryIO, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Saved:
+    """The safetensors format: the header's length (8 bytes, little-endian), the header (JSON), the tensors' bytes.
+
+    `tensors` are contiguous and on the host.
+    """
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for key, t in tensors.items():
+        begin, end = end, end + t.nbytes
+        entries[key] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [begin, end]}
+    header = json.dumps(entries, ensure_ascii=False).encode()
+    # Padded, so that the tensors begin at a multiple of 8 and a reader can map them.
+    header += b" " * (-len(header) % 8)
+    file.write(len(header).to_bytes(8, "little") + header)
+    for t in tensors.values():
+        file.write(t.view(torch.uint8).numpy().data if t.numel() else b"")
+    file.flush()
+    return Saved(len(tensors), 8 + len(header) + end)
 
 
 def engine_version() -> str | None:

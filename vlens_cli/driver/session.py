@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
 from vlens_cli import __version__, hooks
 from vlens_cli.driver import blob, boot, summary
@@ -28,8 +28,8 @@ class Session:
         self.tokens = Tokens(spec.model)
         self._driver: VLLMDriver | None = None
 
-    def capture(self, query: CaptureQuery, progress: Progress) -> Reply:
-        """Answer `vlens capture`. Raises UsageError before any engine starts, StartError, QueryError."""
+    def capture(self, query: CaptureQuery, progress: Progress, into: BinaryIO | None = None) -> Reply:
+        """Answer `vlens capture`, its tensors into the open file `into`. Raises UsageError before any engine starts, StartError, QueryError."""
         fed = [self.tokens.feed(prompt, query.bos) for prompt in query.prompts]
         wants = self._wants(query, fed)
         for one in fed:
@@ -41,8 +41,8 @@ class Session:
         return Reply(
             body=self._body(query, fed, wants, results),
             notes=tuple(dict.fromkeys([*self.plan.notes, *(note for f in fed for note in f.notes)])),
-            blob=blob.capture_blob(self.spec, self.plan.dtype, self.catalog, fed, wants, results, query.save_dtype)
-            if query.save else None,
+            saved=None if into is None else blob.write_capture(
+                into, self.spec, self.plan.dtype, self.catalog, fed, wants, results, query.save_dtype),
         )
 
     def driver(self, progress: Progress) -> VLLMDriver:
@@ -65,7 +65,8 @@ class Session:
     def _positions(self, selected: hooks.Selected, fed: Fed) -> tuple[int, ...] | None:
         if selected.pos is None:
             return None
-        return hooks.positions(selected.pos, len(fed.ids), lambda text: self.tokens.spans(fed, text))
+        tokens = tuple(text or "" for text in fed.texts)
+        return hooks.positions(selected.pos, len(fed.ids), lambda text: self.tokens.spans(fed, text), tokens=tokens)
 
     def _check(self, fed: Fed, one_chunk: bool) -> None:
         check_tokens(fed.ids, self.catalog.dims.d_vocab, self.plan)
