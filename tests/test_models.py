@@ -396,7 +396,6 @@ ASK = """
 import sys, time, json
 from vlens_cli import models
 from vlens_cli.errors import VlensError
-import huggingface_hub.hf_api
 begun = time.monotonic()
 try:
     found = models.resolve(sys.argv[1])
@@ -408,6 +407,7 @@ print(json.dumps(told | {"seconds": time.monotonic() - begun}))
 
 
 def ask(name: str) -> tuple[dict[str, Any], str]:
+    """What a first command is told, with nothing imported before; the seconds hold the import of huggingface_hub."""
     done = subprocess.run([sys.executable, "-c", ASK, name], capture_output=True, text=True,
                           env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -435,7 +435,7 @@ def test_download(home: Path, hub: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_refusals_of_the_hub(hub: str, name: str, code: str, said: str) -> None:
     told, stderr = ask(name)
     assert (told["code"], told["message"]) == (code, said)
-    assert told["hint"] and told["seconds"] < 4
+    assert told["hint"] and told["seconds"] < 5
     assert "Traceback" not in stderr
 
 

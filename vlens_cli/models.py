@@ -313,12 +313,13 @@ def _download(name: str, revision: str, shown: str) -> Path:
     """Fetch a model into the hub cache. Raises StartError; within seconds where the hub gives nothing."""
     try:
         import huggingface_hub
+        from huggingface_hub import utils
     except ImportError as fault:
         raise StartError(f"the model is not in the hub cache, and huggingface_hub is not installed to fetch it: {shown}",
                          hint=INSTALL_HINT, code="no_engine") from fault
-    huggingface_hub.utils.logging.set_verbosity_error()
+    utils.logging.set_verbosity_error()
     if not sys.stderr.isatty():
-        huggingface_hub.utils.disable_progress_bars()
+        utils.disable_progress_bars()
         print(f"downloading {shown}", file=sys.stderr)
     files = _ask_hub(huggingface_hub, name, revision, shown)
     return _fetch(huggingface_hub, name, revision, shown, files)
