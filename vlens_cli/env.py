@@ -11,7 +11,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlens_cli.errors import PathError
+from vlens_cli.errors import PathError, UsageError
 
 DEMO = "demo"
 
@@ -31,11 +31,16 @@ CACHE = Variable("VLENS_CACHE", "$XDG_CACHE_HOME/vlens or ~/.cache/vlens",
                  "folder where the demo model is kept")
 CONFIG = Variable("VLENS_CONFIG", "$XDG_CONFIG_HOME/vlens/vlens.toml or ~/.config/vlens/vlens.toml",
                   "config file, TOML; its key: `model`")
+RUNTIME = Variable("VLENS_RUNTIME", "$XDG_RUNTIME_DIR/vlens or /tmp/vlens-UID",
+                   "folder of the resident engines' sockets, status files and logs")
+KEEP_ALIVE = Variable("VLENS_KEEP_ALIVE", "15m", "how long a resident engine stays after its last query: 90s, 15m, 2h, "
+                      "0, forever")
+KEEP = Variable("VLENS_KEEP", "1", "how many resident engines may stay at once; beyond it idle ones stop, oldest first")
 LOG = Variable("VLENS_LOG", "0", "1 lets the engine's own log through, on stderr")
 
 DEBUG = Variable("VLENS_DEBUG", "0", "1 shows the traceback of every error, on stderr")
 
-VARIABLES = (MODEL, CACHE, CONFIG, LOG, DEBUG)
+VARIABLES = (MODEL, CACHE, CONFIG, RUNTIME, KEEP_ALIVE, KEEP, LOG, DEBUG)
 CONFIG_KEYS = ("model",)
 
 
@@ -51,6 +56,7 @@ class Setting:
 def settings() -> list[Setting]:
     """Every variable with the value in force, for `doctor`. Raises what the readers raise."""
     values = {MODEL: default_model()[0], CACHE: str(cache_folder()), CONFIG: str(config_file()),
+              RUNTIME: str(runtime_folder() or ""), KEEP_ALIVE: keep_alive_text(), KEEP: str(keep()),
               LOG: str(int(engine_log())), DEBUG: str(int(debug()))}
     return [Setting(variable, values[variable], _get(variable) is not None) for variable in VARIABLES]
 
@@ -81,6 +87,35 @@ def config_file() -> Path:
     if named := _get(CONFIG):
         return _absolute(named)
     return _xdg("XDG_CONFIG_HOME", ".config") / "vlens" / "vlens.toml"
+
+
+def runtime_folder() -> Path | None:
+    """The folder that VLENS_RUNTIME names; None where the usual one is meant."""
+    named = _get(RUNTIME)
+    return _absolute(named) if named else None
+
+
+def keep_alive_text() -> str:
+    """What VLENS_KEEP_ALIVE says, or its default; `seconds` reads it."""
+    return _get(KEEP_ALIVE) or KEEP_ALIVE.default
+
+
+def keep() -> int:
+    """How many engines may stay. Raises UsageError for what is no count."""
+    text = _get(KEEP) or KEEP.default
+    if not text.isdigit() or int(text) < 1:
+        raise UsageError(f"{KEEP.name} is not a number of engines: {text}", hint=f"{KEEP.name}=2")
+    return int(text)
+
+
+def seconds(text: str) -> float | None:
+    """A duration as typed (`2`, `90s`, `15m`, `2h`) in seconds; None for `forever`. Raises UsageError."""
+    if text == "forever":
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|)", text.strip())
+    if not found:
+        raise UsageError(f"not a duration: {text}", hint="90s, 15m, 2h, 0 or forever")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 def engine_log() -> bool:
