@@ -197,7 +197,7 @@ def _variables() -> dict[str, str]:
 
 @cache
 def version() -> str:
-    """vlens' version and the newest change of its code: a daemon of other code must not answer."""
+    """vlens' version and the newest change of its code, read once a process: a daemon of other code must not answer."""
     root = Path(__file__).parent.parent
     newest = max(entry.stat().st_mtime_ns for folder in (root, *(p for p in root.iterdir() if p.is_dir()))
                  for entry in os.scandir(folder) if entry.name.endswith((".py", ".toml")))

@@ -1,0 +1,146 @@
+"""Starting and ending daemon processes: connect, and only where nobody listens, lock, connect again, start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from vlens_cli.daemon import runtime, wire
+from vlens_cli.errors import QueryError, StartError
+from vlens_cli.query import EngineSpec
+
+Show = Callable[[str], None]
+
+# From the start of the process to its socket: Python and a few light modules.
+LISTEN_PATIENCE = 20.0
+# Between a polite and an impolite end.
+STOP_PATIENCE = 10.0
+
+
+def connect(home: runtime.Home, timeout: float | None) -> socket.socket | None:
+    """A connection to the daemon of `home`; None where nobody listens.
+
+    Raises QueryError where somebody does and does not take the connection in time.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(timeout)
+    try:
+        sock.connect(str(home.socket))
+    except (FileNotFoundError, ConnectionRefusedError):
+        sock.close()
+        return None
+    except (TimeoutError, BlockingIOError) as fault:
+        sock.close()
+        raise timed_out(home, timeout) from fault
+    except OSError as fault:
+        sock.close()
+        raise StartError(f"cannot connect to the engine: {home.socket}: {fault.strerror}", code="no_connection") from fault
+    return sock
+
+
+def timed_out(home: runtime.Home, timeout: float | None) -> QueryError:
+    return QueryError(f"the engine did not answer within {timeout:g} s: {home.socket}", code="timeout",
+                      hint="it may be busy: `vlens engine status`; --timeout waits longer")
+
+
+def connect_or_start(home: runtime.Home, spec: EngineSpec, keep_alive: float | None, timeout: float | None,
+                     show: Show) -> socket.socket:
+    """A connection to the engine of `home`, which is started where it does not run."""
+    sock = connect(home, timeout)
+    if sock is not None:
+        return sock
+    with runtime.locked(home, show):
+        # Who held the lock may have started it.
+        sock = connect(home, timeout)
+        if sock is None:
+            show("starting the engine's process")
+            start(home, argv(home, spec, keep_alive))
+            sock = connect(home, timeout)
+    if sock is None:
+        raise died(home)
+    return sock
+
+
+def argv(home: runtime.Home, spec: EngineSpec, keep_alive: float | None) -> list[str]:
+    seconds = "forever" if keep_alive is None else str(keep_alive)
+    return [sys.executable, "-m", "vlens_cli.daemon", str(home.folder), json.dumps(spec.as_json()), seconds]
+
+
+def start(home: runtime.Home, command: Sequence[str]) -> None:
+    """Start a daemon and wait until it listens. Only with the lock held, and nobody listening.
+
+    Raises StartError with the log's last lines where it ends before that.
+    """
+    if status := home.alive():
+        # It has lost its socket, or never got so far; nobody can reach it.
+        end(status)
+    home.remove()
+    home.folder.mkdir(mode=0o700)
+    with open(home.log, "wb") as log:
+        # Another session: the terminal's Ctrl-C and hang-up are not for it. Started anew, never forked: CUDA.
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                                 cwd="/", env=_environment())
+    deadline = time.monotonic() + LISTEN_PATIENCE
+    while not home.socket.exists():
+        if child.poll() is not None:
+            raise died(home)
+        if time.monotonic() > deadline:
+            child.kill()
+            raise StartError(f"the engine's process did not listen within {LISTEN_PATIENCE:g} s", code="engine_failed",
+                             hint=f"its log is {home.log}")
+        time.sleep(0.01)
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, with this vlens first on the path wherever the daemon stands."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONUNBUFFERED": "1"}
+
+
+def died(home: runtime.Home) -> StartError:
+    tail = runtime.log_tail(home.log, 1)
+    return StartError("the engine ended while starting" + (f": {tail.strip()[:300]}" if tail else ""),
+                      code="engine_died", hint="`vlens engine log` shows what it said; too little memory ends it silently")
+
+
+def stop(home: runtime.Home) -> int | None:
+    """End the daemon of `home` and wait until its process is gone; its pid, None where none ran."""
+    status = home.alive()
+    if status is None:
+        home.remove()
+        return None
+    try:
+        sock = connect(home, timeout=1.0)
+        if sock is not None:
+            with sock:
+                wire.send(sock, {"verb": "stop"})
+                wire.receive(sock)
+    except (QueryError, StartError, wire.WireError, TimeoutError):
+        pass
+    end(status)
+    if home.status() in (None, status):
+        home.remove()
+    return status.pid
+
+
+def end(status: runtime.Status) -> None:
+    """TERM, wait, KILL, wait: of the daemon's process group, and only while the pid is still that process."""
+    for number, patience in ((signal.SIGTERM, STOP_PATIENCE), (signal.SIGKILL, STOP_PATIENCE)):
+        if runtime.process_start(status.pid) != status.started:
+            return
+        try:
+            os.killpg(status.pid, number)
+        except ProcessLookupError:
+            return
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            if runtime.process_start(status.pid) != status.started:
+                return
+            time.sleep(0.01)
