@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 SCHEMA_VERSION = 1
+# The progress line after which a query fails, and no longer the start of its engine.
+RUNNING = "running"
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,10 @@ class CaptureQuery:
     save_dtype: str | None = None
     one_chunk: bool = False
 
+    def summary(self) -> str:
+        """What this asks, in a few words, for who waits behind it."""
+        return f"{len(self.hooks)} hooks in {len(self.prompts)} prompts"
+
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -83,11 +89,18 @@ class CaptureQuery:
 
 
 @dataclass(frozen=True)
-class HooksQuery:
-    """`vlens hooks`: the catalog of one model. `live` asks the engine for the result of its load-time proof."""
+class StartQuery:
+    """`vlens engine start`: nothing but an engine that is ready."""
 
-    patterns: tuple[str, ...] = ()
-    live: bool = False
+    def summary(self) -> str:
+        return "an engine"
+
+    def as_json(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> StartQuery:
+        return cls()
 
 
 @dataclass(frozen=True)
@@ -106,3 +119,11 @@ class Reply:
     body: dict[str, Any]
     notes: tuple[str, ...] = ()
     saved: Saved | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return {"body": self.body, "notes": self.notes, "saved": self.saved and asdict(self.saved)}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Reply:
+        saved = fields["saved"]
+        return cls(fields["body"], tuple(fields["notes"]), saved and Saved(**saved))

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import types
+from dataclasses import dataclass
 from pathlib import Path
 
 from vlens_cli import hooks
@@ -29,13 +30,20 @@ CONFIG = {
 ODD_TOKEN = " \x1b[31m[bold]\u202e\n"
 
 
+@dataclass(frozen=True)
+class Asking:
+    daemon: bool
+    keep_alive: float | None
+    timeout: float | None
+
+
 def resolve(asked: str | None) -> types.SimpleNamespace:
     if asked == "missing":
         raise StartError("there is no model: missing", hint="name a folder")
     return types.SimpleNamespace(name=asked or "tiny", folder=Path("/models/tiny"), revision=None, config=CONFIG)
 
 
-def ask(spec: EngineSpec, query: CaptureQuery, progress=lambda text: None, into=None) -> Reply:
+def ask(spec: EngineSpec, query: CaptureQuery, progress=lambda text: None, into=None, how=None) -> Reply:
     mode = os.environ.get("FAKE", "")
     progress("loading weights")
     if mode == "slow":
@@ -49,7 +57,7 @@ def ask(spec: EngineSpec, query: CaptureQuery, progress=lambda text: None, into=
     model = {"name": spec.name, "folder": spec.model, "revision": None, "family": "llama", "dtype": "float32"}
     body = {"schema_version": 1, "command": "capture", "vlens": "0.1.0", "model": model, "prompts": prompts}
     if mode == "echo":
-        body["spec"], body["query"] = spec.as_json(), query.as_json()
+        body["spec"], body["query"], body["how"] = spec.as_json(), query.as_json(), vars(how)
     if into is not None:
         into.write(BLOB)
     return Reply(body, notes=("two BOS\x1b[0m",), saved=None if into is None else Saved(1, len(BLOB)))
@@ -99,7 +107,8 @@ BLOB = b"what the engine wrote"
 
 def install() -> None:
     """Put the fakes where the command line imports models and client from."""
-    for name, fake in {"vlens_cli.models": {"resolve": resolve}, "vlens_cli.daemon.client": {"ask": ask}}.items():
+    fakes = {"vlens_cli.models": {"resolve": resolve}, "vlens_cli.daemon.client": {"ask": ask, "Asking": Asking}}
+    for name, fake in fakes.items():
         module = types.ModuleType(name)
         vars(module).update(fake)
         sys.modules[name] = module

@@ -37,7 +37,8 @@ def test_every_option_reaches_the_engine(shell):
     body = queried(
         shell, "--hook", "blocks.*.attn.hook_z", "--hook", "blocks.0.attn.hook_q[pos=0]", "--pos", "-1",
         "--head", "3", "--dim", "0:1", "--values", "-o", "a.safetensors", "--save-dtype", "float16", "-m", "some",
-        "--dtype", "bfloat16", "--max-len", "99", "--chunk", "16", "--one-chunk", "--no-daemon", "--chat",
+        "--dtype", "bfloat16", "--max-len", "99", "--chunk", "16", "--one-chunk", "--keep-alive", "2h", "--chat",
+        "--timeout", "3",
         "--system", "Be.", "--no-bos", "hello",
     )  # fmt: skip
     assert body["query"] == {
@@ -49,12 +50,14 @@ def test_every_option_reaches_the_engine(shell):
     assert body["spec"] == {
         "model": "/models/tiny", "name": "some", "revision": None, "dtype": "bfloat16", "max_len": 99, "chunk": 16,
     }  # fmt: skip
+    assert body["how"] == {"daemon": True, "keep_alive": 7200.0, "timeout": 3.0}
 
 
 def test_defaults(shell, hook):
     body = queried(shell, "--hook", hook, "--dtype", "auto", "hello")
     assert body["spec"]["dtype"] is None
     assert body["query"]["bos"] is None
+    assert body["how"] == {"daemon": True, "keep_alive": 900.0, "timeout": None}
 
 
 # Prompts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
@@ -12,6 +12,9 @@ from vlens_cli import hooks
 from vlens_cli.cli import options, output, prompts, render
 from vlens_cli.errors import BugError, UsageError
 from vlens_cli.query import CaptureQuery, EngineSpec, Reply
+
+if TYPE_CHECKING:
+    from vlens_cli.daemon.client import Asking
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Typed:
     max_len: int | None
     chunk: int | None
     one_chunk: bool
+    keep_alive: str | None
+    timeout: float | None
     no_daemon: bool
 
 
@@ -65,12 +70,13 @@ def command(**typed: Any) -> None:
     requests = _requests(asked)
     query = _query(asked)
     target = _target(asked)
+    how = options.asking(asked.keep_alive, asked.timeout, asked.no_daemon)
     spec = _spec(asked, requests)
     if target is None:
-        reply = _ask(spec, query, None)
+        reply = _ask(spec, query, None, how)
     else:
         with output.whole_file(target) as file:
-            reply = _ask(spec, query, file)
+            reply = _ask(spec, query, file, how)
     _show(reply, as_json, target)
 
 
@@ -111,21 +117,14 @@ def _spec(asked: Typed, requests: tuple[hooks.HookRequest, ...]) -> EngineSpec:
 
     model = models.resolve(asked.model)
     hooks.resolve(requests, families.catalog_for(model.config), asked.pos, asked.head, asked.dim)
-    return EngineSpec(
-        model=str(model.folder),
-        name=model.name,
-        revision=model.revision,
-        dtype=None if asked.dtype == "auto" else asked.dtype,
-        max_len=asked.max_len,
-        chunk=asked.chunk,
-    )
+    return options.spec(model, asked.dtype, asked.max_len, asked.chunk)
 
 
-def _ask(spec: EngineSpec, query: CaptureQuery, into: BinaryIO | None) -> Reply:
+def _ask(spec: EngineSpec, query: CaptureQuery, into: BinaryIO | None, how: Asking) -> Reply:
     from vlens_cli.daemon import client
 
     with output.progress() as show:
-        return client.ask(spec, query, show, into)
+        return client.ask(spec, query, show, into, how)
 
 
 def _show(reply: Reply, as_json: bool, target: Path | None) -> None:

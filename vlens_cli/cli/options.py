@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from vlens_cli.errors import UsageError
+from vlens_cli.query import EngineSpec
+
+if TYPE_CHECKING:
+    from vlens_cli.daemon.client import Asking
+    from vlens_cli.models import Model
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -78,6 +85,24 @@ selectors = together(
     click.option("--dim", metavar="ITEMS", help="Indices of the last axis, for hooks without [dim=...]: 10, 0:8."),
 )  # fmt: skip
 
+def spec(model: Model, dtype: str, max_len: int | None, chunk: int | None) -> EngineSpec:
+    """The engine that the options of `model` and `engine` name."""
+    return EngineSpec(model=str(model.folder), name=model.name, revision=model.revision,
+                      dtype=None if dtype == "auto" else dtype, max_len=max_len, chunk=chunk)
+
+
+def asking(keep_alive: str | None, timeout: float | None, no_daemon: bool) -> Asking:
+    """The options of `engine` that travel with a query. Raises UsageError for what is no duration."""
+    from vlens_cli import env
+    from vlens_cli.daemon.client import Asking
+
+    stay = env.seconds(keep_alive if keep_alive is not None else env.keep_alive_text())
+    if no_daemon and timeout is not None:
+        raise UsageError("--timeout is for the resident engine, and --no-daemon does without",
+                         hint="`timeout 60 vlens ...` ends any command")
+    return Asking(daemon=not no_daemon, keep_alive=stay, timeout=timeout)
+
+
 engine = together(
     click.option("--dtype", type=click.Choice(["auto", "float32", "float16", "bfloat16"]), default="auto",
                  help="What the model runs in. Default: the checkpoint's own."),
@@ -85,7 +110,11 @@ engine = together(
                  "model's own."),
     click.option("--chunk", type=click.IntRange(min=1), metavar="N", help="Most tokens that one forward takes."),
     click.option("--one-chunk", is_flag=True, help="Refuse a prompt that needs more than one forward."),
-    click.option("--no-daemon", is_flag=True, help="Run in this process, and end. For now the only mode."),
+    click.option("--keep-alive", metavar="TIME", help="How long the engine stays after this query: 90s, 15m, 2h, 0, "
+                 "forever. Default: VLENS_KEEP_ALIVE, then 15m."),
+    click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
+                 help="Give up waiting for the resident engine. Default: never."),
+    click.option("--no-daemon", is_flag=True, help="Start an engine in this process, and end it with the query."),
 )  # fmt: skip
 
 saving = together(

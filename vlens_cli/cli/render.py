@@ -202,3 +202,24 @@ def hooks(body: dict[str, Any], rows: Iterable[Sequence[str]], with_aliases: boo
         refused = [(entry["name"], entry["reason"]) for entry in body["refused"]]
         parts += [line(), line("not given", "bold"), table([("name", "left"), ("reason", "fold")], refused)]
     return draw(*parts)
+
+
+def engines(described: Sequence[dict[str, Any]]) -> str:
+    """`vlens engine status` as a table."""
+    columns = [("pid", "right"), ("model", "fold"), ("state", "left"), ("memory", "right"), ("time left", "right")]
+    rows = [
+        (str(one["pid"]), visible(one["model"]), _doing(one), f"{one['rss_bytes'] / 1e9:.2f} GB", _left(one))
+        for one in described
+    ]
+    return draw(table(columns, rows))
+
+
+def _doing(one: dict[str, Any]) -> str:
+    doing = f": {one['doing']}, for {one['doing_for_s']:.0f} s" if one.get("doing") else ""
+    waiting = f", {one['waiting']} waiting" if one.get("waiting") else ""
+    return f"{one['state']}{doing}{waiting}"
+
+
+def _left(one: dict[str, Any]) -> str:
+    left = one["idle_left_s"]
+    return "" if left is None else f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} min"

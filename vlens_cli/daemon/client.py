@@ -1,61 +1,107 @@
-"""Ask one query and get its reply. For now the engine lives in the asking process and ends with it."""
+"""Ask one query and get its reply, from the resident engine, or from one that lives in this process and ends with it."""
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import BinaryIO
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, BinaryIO
 
-from vlens_cli.errors import StartError
-from vlens_cli.query import CaptureQuery, EngineSpec, Reply
+from vlens_cli.errors import (
+    EXIT_BUG, EXIT_FAILED, EXIT_START, BugError, QueryError, StartError, UsageError, VlensError,
+)
+from vlens_cli.query import RUNNING, CaptureQuery, EngineSpec, Reply, StartQuery
+
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How to ask: through the resident engine or not; how long it then stays (None: for ever); how long to wait for an
+    answer (None: as long as it takes)."""
+
+    daemon: bool = True
+    keep_alive: float | None = 900.0
+    timeout: float | None = None
 
 
 def ask(
-    spec: EngineSpec, query: CaptureQuery, progress: Callable[[str], None] = lambda text: None,
-    into: BinaryIO | None = None,
+    spec: EngineSpec, query: CaptureQuery | StartQuery, progress: Show = lambda text: None,
+    into: BinaryIO | None = None, how: Asking = Asking(),
 ) -> Reply:
-    """Run one query to its end. `progress` gets a line whenever something long begins; tensors
-    are written into the open file `into`.
+    """Run one query to its end. `progress` gets a line whenever something long begins; tensors are written into the
+    open file `into`.
 
-    Raises the errors of `Session.capture`; StartError where no engine is installed.
+    Raises the errors of `Session.capture`; StartError where no engine is installed or it does not start; QueryError
+    where the engine ends or does not answer in time.
     """
-    config = json.loads((Path(spec.model) / "config.json").read_text(encoding="utf-8"))
-    with engine_output():
-        try:
-            from vlens_cli.driver.session import Session
-        except ImportError as missing:
-            raise StartError(
-                f"no engine is installed: the package {missing.name} is missing",
-                hint="pip install 'vlens_cli[cpu]' for this machine's processor, or 'vlens_cli[cuda]' for NVIDIA GPUs",
-                code="no_engine",
-            ) from missing
-        return Session(spec, config).capture(query, progress, into)
+    if how.daemon:
+        return _ask_daemon(spec, query, progress, into, how)
+    from vlens_cli.daemon import local
+
+    return local.ask(spec, query, progress, into)
 
 
-@contextmanager
-def engine_output() -> Iterator[None]:
-    """Keep what the engine and its libraries print (Python and C alike) out of stdout and stderr.
+def _ask_daemon(spec: EngineSpec, query: Any, progress: Show, into: BinaryIO | None, how: Asking) -> Reply:
+    from vlens_cli.daemon import launch, runtime
 
-    stdout is data, and the engine's log is dozens of lines: both descriptors point to an unlinked file meanwhile.
-    With VLENS_LOG=1 it all goes to stderr.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    kept = [os.dup(1), os.dup(2)]
-    through = os.environ.get("VLENS_LOG", "") not in ("", "0")
-    with tempfile.TemporaryFile() as log:
-        os.dup2(2 if through else log.fileno(), 1)
-        os.dup2(2 if through else log.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            for descriptor, copy in enumerate(kept, start=1):
-                os.dup2(copy, descriptor)
-                os.close(copy)
+    home = runtime.home(runtime.fingerprint(spec))
+    for attempt in range(3):
+        sock = launch.connect_or_start(home, spec, how.keep_alive, how.timeout, progress)
+        with sock:
+            answer = _converse(sock, home, query, progress, into, how)
+        if answer is None:
+            # It ended between the connection and the first word: its time was up.
+            continue
+        if reason := answer.get("restart"):
+            if attempt == 0:
+                print(f"note: restarting the engine: {reason}", file=sys.stderr)
+            launch.clear_outdated(home, progress)
+            continue
+        if error := answer.get("error"):
+            raise _error(error)
+        return Reply.from_json(answer["reply"])
+    raise QueryError("the engine ended before it answered, again and again", code="engine_died",
+                     hint="`vlens engine log` shows what it said")
+
+
+def _converse(sock: Any, home: Any, query: Any, progress: Show, into: BinaryIO | None, how: Asking
+              ) -> dict[str, Any] | None:
+    """Send the query and hear it out: the last frame, or None where the engine ended without a word."""
+    from vlens_cli.daemon import launch, runtime, wire
+
+    verb = "start" if isinstance(query, StartQuery) else "capture"
+    frame = {"protocol": wire.PROTOCOL, "version": runtime.version(), "verb": verb, "query": query.as_json(),
+             "keep_alive": how.keep_alive}
+    deadline = None if how.timeout is None else time.monotonic() + how.timeout
+    heard = ""
+    try:
+        wire.send(sock, frame, into.fileno() if into is not None else None)
+        while True:
+            sock.settimeout(None if deadline is None else max(0.001, deadline - time.monotonic()))
+            frame = wire.receive(sock)
+            if frame.get("final"):
+                return frame
+            heard = frame["progress"]
+            progress(heard)
+    except TimeoutError as fault:
+        raise launch.timed_out(home, how.timeout) from fault
+    except wire.WireError as fault:
+        if not heard:
+            return None
+        raise launch.died(home) if heard != RUNNING else _broken_off(home) from fault
+
+
+def _broken_off(home: Any) -> QueryError:
+    from vlens_cli.daemon import runtime
+
+    tail = runtime.log_tail(home.log, 1)
+    return QueryError("the engine ended during the query" + (f": {tail.strip()[:300]}" if tail else ""),
+                      code="engine_died", hint="the next command starts a new one")
+
+
+def _error(fields: dict[str, Any]) -> VlensError:
+    """An error that crossed the wire, as the class of its exit code: foreign classes are not rebuilt."""
+    kinds = {EXIT_FAILED: QueryError, EXIT_START: StartError, EXIT_BUG: BugError}
+    return kinds.get(fields["exit"], UsageError)(fields["message"], hint=fields["hint"], code=fields["code"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -10,9 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from vlens_cli import env
 from vlens_cli.daemon import runtime, wire
 from vlens_cli.errors import QueryError, StartError
+from vlens_cli.models import INSTALL_HINT
 from vlens_cli.query import EngineSpec
 
 Show = Callable[[str], None]
@@ -59,12 +63,56 @@ def connect_or_start(home: runtime.Home, spec: EngineSpec, keep_alive: float | N
         # Who held the lock may have started it.
         sock = connect(home, timeout)
         if sock is None:
+            check_installed()
+            make_room(home, env.keep())
             show("starting the engine's process")
             start(home, argv(home, spec, keep_alive))
             sock = connect(home, timeout)
     if sock is None:
         raise died(home)
     return sock
+
+
+def clear_outdated(home: runtime.Home, show: Show) -> None:
+    """End a daemon that runs other code than this, unless somebody else has replaced it already."""
+    with runtime.locked(home, show):
+        status = home.alive()
+        if status is None or (status.version, status.protocol) != (runtime.version(), wire.PROTOCOL):
+            show("ending the outdated engine")
+            stop(home)
+
+
+def make_room(home: runtime.Home, keep: int) -> None:
+    """Stop idle engines, oldest first, until one more is within `keep`: before the new one takes its memory."""
+    others = [other for other in runtime.homes() if other != home and other.alive()]
+    for other in others:
+        if len(others) < keep:
+            return
+        described = describe(other)
+        if described is not None and described["state"] == "idle":
+            stop(other)
+            others = [one for one in others if one != other]
+
+
+def describe(home: runtime.Home, timeout: float = 2.0) -> dict[str, Any] | None:
+    """What a daemon says of itself; None where it does not answer."""
+    try:
+        sock = connect(home, timeout)
+        if sock is None:
+            return None
+        with sock:
+            wire.send(sock, {"verb": "status"})
+            return wire.receive(sock)["reply"]
+    except (QueryError, StartError, wire.WireError, TimeoutError, KeyError):
+        return None
+
+
+def check_installed() -> None:
+    """Before a process is started for nothing. Raises StartError."""
+    for name in ("torch", "vllm"):
+        if importlib.util.find_spec(name) is None:
+            raise StartError(f"no engine is installed: the package {name} is missing", hint=INSTALL_HINT,
+                             code="no_engine")
 
 
 def argv(home: runtime.Home, spec: EngineSpec, keep_alive: float | None) -> list[str]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vlens_cli.daemon import runtime, wire
+from vlens_cli.daemon import local, runtime, wire
 from vlens_cli.errors import BugError, QueryError, VlensError
 from vlens_cli.query import CaptureQuery, EngineSpec, StartQuery
 
@@ -30,6 +30,7 @@ PATIENCE = 10.0
 # How soon the engine's thread sees that its socket is no longer its own, and a connection that its asker left.
 TICK = 0.25
 BACKLOG = 128
+FIRST_QUERY = 60.0
 QUERIES = {"capture": CaptureQuery, "start": StartQuery}
 
 
@@ -58,7 +59,8 @@ class Server:
         self._jobs: queue.Queue[Job] = queue.Queue()
         self._session: Any = None
         self._keep_alive = keep_alive
-        self._idle_since: float = time.monotonic()
+        # The client that started this process is about to ask.
+        self._idle_since = time.monotonic() + FIRST_QUERY
         self._running: tuple[Job, float] | None = None
         self._stopping = threading.Event()
         self._socket = self._listen()
@@ -140,16 +142,9 @@ class Server:
     def _answer(self, job: Job) -> dict[str, Any]:
         if self._session is None:
             job.progress("importing torch")
-            from vlens_cli.driver.session import Session
-
-            config = json.loads((Path(self._spec.model) / "config.json").read_text(encoding="utf-8"))
-            self._session = Session(self._spec, config)
+            self._session = local.open_session(self._spec)
         self._session.watch(job.gone.is_set, self._between)
-        if job.verb == "start":
-            self._session.driver(job.progress)
-            return {"reply": {"body": {}, "notes": [], "saved": None}}
-        reply = self._session.capture(job.query, job.progress, job.file)
-        return {"reply": reply.as_json()}
+        return {"reply": self._session.answer(job.query, job.progress, job.file).as_json()}
 
     def _between(self) -> None:
         """Between two pieces of a large query: answer the small ones that wait, on this same thread."""

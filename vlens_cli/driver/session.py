@@ -12,9 +12,11 @@ from vlens_cli.driver.tokens import Fed, Tokens
 from vlens_cli.driver.vllm_driver import VLLMDriver, check_tokens
 from vlens_cli.errors import PromptError
 from vlens_cli.families import catalog_for
-from vlens_cli.query import SCHEMA_VERSION, CaptureQuery, EngineSpec, Reply
+from vlens_cli.query import RUNNING, SCHEMA_VERSION, CaptureQuery, EngineSpec, Reply, StartQuery
 
 Progress = Callable[[str], None]
+# Characters or token ids.
+SMALL = 2000
 
 
 class Session:
@@ -27,6 +29,31 @@ class Session:
         self.plan = boot.plan(spec, config, self.catalog)
         self.tokens = Tokens(spec.model)
         self._driver: VLLMDriver | None = None
+        self._cancelled: Callable[[], bool] = lambda: False
+        self._between: Callable[[], None] = lambda: None
+
+    @property
+    def started(self) -> bool:
+        """Whether the engine runs."""
+        return self._driver is not None
+
+    def watch(self, cancelled: Callable[[], bool], between: Callable[[], None]) -> None:
+        """Until the next call: break a query off between two steps when `cancelled` says so, and call `between`
+        between two pieces of a large one, with no request in flight."""
+        self._cancelled, self._between = cancelled, between
+
+    @staticmethod
+    def is_small(query: Any) -> bool:
+        """Whether a query may run between two pieces of a large one: about a second's work."""
+        prompts = getattr(query, "prompts", ())
+        return sum(len(p.text or p.tokens or ()) for p in prompts) <= SMALL
+
+    def answer(self, query: CaptureQuery | StartQuery, progress: Progress, into: BinaryIO | None = None) -> Reply:
+        """Answer any query. Raises UsageError before any engine starts, StartError, QueryError."""
+        if isinstance(query, StartQuery):
+            self.driver(progress)
+            return Reply({"model": self.model_body()}, self.plan.notes)
+        return self.capture(query, progress, into)
 
     def capture(self, query: CaptureQuery, progress: Progress, into: BinaryIO | None = None) -> Reply:
         """Answer `vlens capture`, its tensors into the open file `into`. Raises UsageError before any engine starts, StartError, QueryError."""
@@ -35,9 +62,9 @@ class Session:
         for one in fed:
             self._check(one, query.one_chunk)
         driver = self.driver(progress)
-        progress("running")
+        progress(RUNNING)
         requests = [Request(f.ids, want) for f, want in zip(fed, wants, strict=True)]
-        results = driver.run(requests)
+        results = driver.run(requests, self._cancelled, self._between)
         return Reply(
             body=self._body(query, fed, wants, results),
             notes=tuple(dict.fromkeys([*self.plan.notes, *(note for f in fed for note in f.notes)])),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 import uuid
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,6 +19,10 @@ from vlens_cli.families import Catalog
 from vlens_cli.query import EngineSpec
 
 LOGITS = "unembed.hook_out"
+# Other queries run between two batches of one, so a batch is about as long as they may be kept waiting; fewer tokens
+# than these do not fill a processor.
+BATCH_SECONDS = 1.0
+LEAST_BATCH = 512
 
 
 class VLLMDriver:
@@ -33,6 +40,7 @@ class VLLMDriver:
         self.spec = spec
         self.plan = plan
         self.catalog = catalog
+        self._rate = 0.0
         self._llm = boot.boot(spec, plan)
         located = self._call("vlens_points")
         self.non_fireable_hook_points: dict[str, str] = {**located["refused"], **self._prove(located["points"])}
@@ -41,17 +49,36 @@ class VLLMDriver:
     def supports(self, feature: str) -> bool:
         return feature in {"capture", "batch", "sequence_logits"}
 
-    def run(self, requests: Sequence[Request]) -> list[Result]:
-        """One batch; results in the order of the requests.
+    def run(
+        self, requests: Sequence[Request], cancelled: Callable[[], bool] = lambda: False,
+        between: Callable[[], None] = lambda: None,
+    ) -> list[Result]:
+        """All requests, in batches of about a second; results in their order.
 
-        Raises UsageError before the forward for what this model cannot do, QueryError after it.
+        `cancelled` is asked between two steps of the engine, `between` is called between two batches, when no request
+        is in flight: it may run others. Raises UsageError before the forward for what this model cannot do,
+        QueryError after it.
         """
         for request in requests:
             self._check(request)
+        results: list[Result] = []
+        while len(results) < len(requests):
+            if results:
+                between()
+            results += self._run_batch(self._batch(requests[len(results) :]), cancelled)
+        return results
+
+    def _batch(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """As many of the first requests as the engine does in about a second, one at least."""
+        tokens = list(accumulate(len(r.tokens) + r.max_new_tokens for r in requests))
+        return requests[: max(1, bisect_right(tokens, max(LEAST_BATCH, self._rate * BATCH_SECONDS)))]
+
+    def _run_batch(self, requests: Sequence[Request], cancelled: Callable[[], bool]) -> list[Result]:
         keys = [uuid.uuid4().hex for _ in requests]
+        began = time.monotonic()
         try:
-            outputs = self._generate(requests, keys)
-            return [self._result(r, key, out) for r, key, out in zip(requests, keys, outputs, strict=True)]
+            outputs = self._generate(requests, keys, cancelled)
+            results = [self._result(r, key, out) for r, key, out in zip(requests, keys, outputs, strict=True)]
         except VlensError:
             self._abandon()
             raise
@@ -63,6 +90,10 @@ class VLLMDriver:
         except BaseException:
             self._abandon()
             raise
+        fed = sum(len(r.tokens) + r.max_new_tokens for r in requests)
+        if fed >= LEAST_BATCH:
+            self._rate = fed / (time.monotonic() - began)
+        return results
 
     def forward(
         self,
@@ -120,18 +151,23 @@ class VLLMDriver:
             if name not in self.catalog.points:
                 raise HookError(f"no such hook point in this model: {name}")
 
-    def _generate(self, requests: Sequence[Request], keys: list[str]) -> list[Any]:
+    def _generate(self, requests: Sequence[Request], keys: list[str],
+                  cancelled: Callable[[], bool] = lambda: False) -> list[Any]:
         from vllm import SamplingParams
 
-        params = [
-            SamplingParams(
+        engine = self._llm.llm_engine
+        for r, key in zip(requests, keys, strict=True):
+            capture = {name: want.as_json() for name, want in r.capture.items()}
+            engine.add_request(key, {"prompt_token_ids": list(r.tokens)}, SamplingParams(
                 max_tokens=r.max_new_tokens, temperature=0.0, ignore_eos=True, detokenize=False,
-                extra_args={"vlens": {"key": key, "capture": {n: w.as_json() for n, w in r.capture.items()}}},
-            )
-            for r, key in zip(requests, keys, strict=True)
-        ]
-        prompts = [{"prompt_token_ids": list(r.tokens)} for r in requests]
-        return self._llm.generate(prompts, params, use_tqdm=False)
+                extra_args={"vlens": {"key": key, "capture": capture}},
+            ))
+        finished: dict[str, Any] = {}
+        while engine.has_unfinished_requests():
+            if cancelled():
+                raise QueryError("the query was broken off: its asker has left", code="cancelled")
+            finished |= {out.request_id: out for out in engine.step() if out.finished}
+        return [finished[key] for key in keys]
 
     def _result(self, request: Request, key: str, output: Any) -> Result:
         taken = self._call("vlens_take", key)
