@@ -259,7 +259,9 @@ def _read_item(reader: Reader, axis: str) -> Item:
         return Slice(start, reader.number())
     if start is None:
         kinds = "a number, a range such as 3:6" + (', a text such as "Eiffel"' if axis == "pos" else "")
-        raise reader.fault(f"expected {kinds}")
+        here = reader.at
+        hint = "one pair of brackets each: [head=3][pos=-1]" if reader.take(r"(?:pos|head|dim)\s*=") else ""
+        raise reader.fault(f"expected {kinds}", here, hint=hint)
     return Index(start)
 
 

@@ -130,8 +130,11 @@ def capture(body: dict[str, Any]) -> str:
         parts += [line(), line(_heading(prompt, place, len(body["prompts"])), "bold")]
         pieces = {token["pos"]: quoted(token["text"]) for token in prompt["tokens"]}
         for name, hook in prompt["hooks"].items():
-            parts += [line(), line(_title(name, hook), "bold"), _hook_table(hook, pieces)]
-            parts += [line(text) for row in hook["rows"] if "values" in row for text in _values(row, hook)]
+            parts += [line(), line(_title(name, hook), "bold")]
+            # Left out beside a large file.
+            rows = hook.get("rows", [])
+            parts += [_hook_table(hook, pieces)] if rows else []
+            parts += [line(text) for row in rows if "values" in row for text in _values(row, hook)]
     return draw(*parts)
 
 
@@ -152,7 +155,9 @@ def _title(name: str, hook: dict[str, Any]) -> str:
 def _hook_table(hook: dict[str, Any], pieces: dict[int, str]) -> Table:
     numbers = ("norm", "mean", "std", "min", "max")
     by_head = any("head" in top for row in hook["rows"] for top in row["top"])
-    largest = "largest (head.dim: value)" if by_head else "largest (dim: value)"
+    largest = f"largest |value| ({'head.dim' if by_head else 'dim'}: value)"
+    if hook["axes"][-1] == "d_vocab":
+        largest = "largest (token: logit)"
     columns = [("pos", "right"), ("token", "left"), *((name, "right") for name in numbers), (largest, "fold")]
     rows = [
         (str(row["pos"]), pieces.get(row["pos"], ""), *(number(row[name]) for name in numbers), _top(row["top"]))
@@ -162,10 +167,11 @@ def _hook_table(hook: dict[str, Any], pieces: dict[int, str]) -> Table:
 
 
 def _top(entries: list[dict[str, Any]]) -> str:
-    return ", ".join(
-        f"{str(entry['head']) + '.' if 'head' in entry else ''}{entry['dim']}: {number(entry['value'])}"
-        for entry in entries
-    )
+    def place(entry: dict[str, Any]) -> str:
+        head = f"{entry['head']}." if "head" in entry else ""
+        return f"{head}{entry['dim']}" + (f" {quoted(entry['text'])}" if entry.get("text") is not None else "")
+
+    return ", ".join(f"{place(entry)}: {number(entry['value'])}" for entry in entries)
 
 
 def _values(row: dict[str, Any], hook: dict[str, Any]) -> list[str]:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from vlens_cli import env
+from vlens_cli.driver.quiet import engine_output
 from vlens_cli.errors import StartError
 from vlens_cli.models import INSTALL_HINT
 from vlens_cli.query import CaptureQuery, EngineSpec, Reply, StartQuery
@@ -35,27 +31,3 @@ def open_session(spec: EngineSpec) -> Session:
         raise StartError(f"no engine is installed: the package {missing.name} is missing", hint=INSTALL_HINT,
                          code="no_engine") from missing
     return Session(spec, json.loads((Path(spec.model) / "config.json").read_text(encoding="utf-8")))
-
-
-@contextmanager
-def engine_output() -> Iterator[None]:
-    """Keep what the engine and its libraries print (Python and C alike) out of stdout and stderr.
-
-    stdout is data, and the engine's log is dozens of lines: both descriptors point to an unlinked file meanwhile.
-    With VLENS_LOG=1 it all goes to stderr.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    kept = [os.dup(1), os.dup(2)]
-    through = env.engine_log()
-    with tempfile.TemporaryFile() as log:
-        os.dup2(2 if through else log.fileno(), 1)
-        os.dup2(2 if through else log.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            for descriptor, copy in enumerate(kept, start=1):
-                os.dup2(copy, descriptor)
-                os.close(copy)

@@ -9,7 +9,7 @@ from typing import Any
 
 from vlens_cli.driver import internals
 from vlens_cli.driver.hide import hide_broken_packages
-from vlens_cli.errors import StartError
+from vlens_cli.errors import StartError, UsageError
 from vlens_cli.families import Catalog
 from vlens_cli.query import EngineSpec
 
@@ -25,6 +25,8 @@ KV_SLACK_TOKENS = 512
 DEFAULT_CHUNK = 2048
 MAX_REQUESTS = 256
 
+# Types of rotary scaling whose values were compared with transformers'; vLLM's `dynamic` is another formula.
+ROTATIONS = ("default", "linear", "llama3", "yarn", "longrope")
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 
@@ -33,8 +35,9 @@ LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_seq
 class Plan:
     """What an engine will be started with, known before it is: the numbers that checks of a query need.
 
-    dtype      the engine's, by its torch name    max_len   tokens that prompt and generation may take together
+    dtype      the engine's, by its torch name    max_len   tokens that may be fed: a prompt and all but the last new one
     chunk      tokens of one forward at most      kv_bytes  memory for keys and values
+    shortest_prompt  where an engine for long prompts gives short ones other values than the model's, else 1
     notes      lines for the user, such as a length that was reduced
     """
 
@@ -43,11 +46,7 @@ class Plan:
     chunk: int
     kv_bytes: int
     notes: tuple[str, ...] = ()
-
-    @property
-    def longest_prompt(self) -> int:
-        """The engine counts the token that it generates: a prompt may be one shorter than `max_len`."""
-        return self.max_len - 1
+    shortest_prompt: int = 1
 
 
 def plan(spec: EngineSpec, config: dict[str, Any], catalog: Catalog) -> Plan:
@@ -55,14 +54,45 @@ def plan(spec: EngineSpec, config: dict[str, Any], catalog: Catalog) -> Plan:
     dtype = spec.dtype or checkpoint_dtype(config)
     dims = catalog.dims
     token_bytes = 2 * dims.n_layers * dims.n_kv_heads * dims.d_head * BYTES[dtype]
-    own = min((config[k] for k in LENGTH_KEYS if isinstance(config.get(k), int)), default=2048)
+    own, short = _own_length(config), check_rotation(config)
     held = max(KV_BYTES // token_bytes - KV_SLACK_TOKENS, 1)
-    max_len = spec.max_len or min(own, held)
-    notes = () if spec.max_len or own <= held else (
-        f"prompts are limited to {max_len} of the model's {own} tokens, what {KV_BYTES >> 20} MiB of keys and values "
-        "hold (--max-len raises it)",)
+    if spec.max_len is not None and spec.max_len > own:
+        raise UsageError(f"--max-len {spec.max_len} is more than this model takes: {own}", code="max_len_too_long")
+    max_len = spec.max_len or min(own, held, short or own)
+    why = "where its rotation for short prompts ends" if max_len == short else (
+        f"what {KV_BYTES >> 20} MiB of keys and values hold")
+    notes = () if spec.max_len or max_len == own else (
+        f"prompts are limited to {max_len} of the model's {own} tokens, {why} (--max-len raises it)",)
     tokens = max(max_len, min(held, KV_TOKENS)) + KV_SLACK_TOKENS
-    return Plan(dtype, max_len, spec.chunk or DEFAULT_CHUNK, tokens * token_bytes, notes)
+    # transformers changes over at short + 2; of short + 1 tokens no engine of vLLM's gives the model's own values.
+    shortest = short + 2 if short and max_len > short else 1
+    return Plan(dtype, max_len, spec.chunk or DEFAULT_CHUNK, tokens * token_bytes, notes, shortest)
+
+
+def check_rotation(config: dict[str, Any]) -> int | None:
+    """The longest prompt that an engine feeds with a model's short set of rotary factors; None for models with one set.
+
+    transformers chooses by each prompt's length, vLLM (0.26 to 0.32) once, by the engine's, which counts one token
+    more than is fed. Raises StartError for a rotation that vLLM and transformers compute differently.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    if kind not in ROTATIONS:
+        raise StartError(f"the engine's rotation of this type is not known to equal the model's: {kind}",
+                         hint=f"this version reads models with {', '.join(ROTATIONS)}", code="unknown_rotation")
+    if kind != "longrope":
+        return None
+    original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    return original - 1 if original else None
+
+
+def _own_length(config: dict[str, Any]) -> int:
+    """How many tokens the model takes: its config's length, stretched where its rotation says so."""
+    own = min((config[k] for k in LENGTH_KEYS if isinstance(config.get(k), int)), default=2048)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if (rope.get("rope_type") or rope.get("type")) in ("yarn", "linear"):
+        own = max(own, int(rope.get("original_max_position_embeddings", own) * float(rope.get("factor", 1))))
+    return own
 
 
 def checkpoint_dtype(config: dict[str, Any]) -> str:
@@ -77,7 +107,8 @@ def engine_arguments(spec: EngineSpec, plan: Plan) -> dict[str, Any]:
         "model": spec.model,
         # vLLM's own `auto` turns a fp32 checkpoint into fp16: other numbers than the checkpoint's.
         "dtype": plan.dtype,
-        "max_model_len": plan.max_len,
+        # It counts the token that is generated and not fed.
+        "max_model_len": plan.max_len + 1,
         "max_num_batched_tokens": plan.chunk,
         # vLLM refuses fewer tokens in a step than requests.
         "max_num_seqs": min(MAX_REQUESTS, plan.chunk),
@@ -101,6 +132,8 @@ def prepare() -> None:
     """What must be so before transformers or vLLM is imported in this process."""
     # The engine core in this process: captures are taken from it without serializing them.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # One token more than the model's own length is asked (see max_model_len); `plan` refuses lengths that are too long.
+    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     # The V2 runner keeps no row table that taps can read.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

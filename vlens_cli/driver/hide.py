@@ -22,7 +22,17 @@ def hide_broken_packages(names: Iterable[str] = OPTIONAL) -> list[str]:
     for name in hidden:
         # Python's own mark for a module that must not be found: `import` and `find_spec` both honour it.
         sys.modules[name] = None  # type: ignore[assignment]
+    if hidden:
+        _forget_answers()
     return hidden
+
+
+def _forget_answers() -> None:
+    """Let a transformers that was imported before ask again which packages there are: it keeps the answers."""
+    utils = sys.modules.get("transformers.utils.import_utils")
+    for name, known in list(vars(utils).items()) if utils else ():
+        if name.startswith("is_") and hasattr(known, "cache_clear"):
+            known.cache_clear()
 
 
 def _is_installed(name: str) -> bool:

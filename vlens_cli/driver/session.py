@@ -17,6 +17,8 @@ from vlens_cli.query import RUNNING, SCHEMA_VERSION, CaptureQuery, EngineSpec, R
 Progress = Callable[[str], None]
 # Characters or token ids.
 SMALL = 2000
+# Who writes a large file wants the file; statistics of more rows than these take longer than the file does.
+ROWS_BESIDE_FILE = 1000
 
 
 class Session:
@@ -65,9 +67,12 @@ class Session:
         progress(RUNNING)
         requests = [Request(f.ids, want) for f, want in zip(fed, wants, strict=True)]
         results = driver.run(requests, self._cancelled, self._between)
+        n_rows = sum(len(c.positions) for r in results for c in r.captured.values())
         return Reply(
-            body=self._body(query, fed, wants, results),
-            notes=tuple(dict.fromkeys([*self.plan.notes, *(note for f in fed for note in f.notes)])),
+            body=self._body(query, fed, wants, results, n_rows <= ROWS_BESIDE_FILE or into is None),
+            notes=tuple(dict.fromkeys([*self.plan.notes, *(note for f in fed for note in f.notes), *(
+                [] if n_rows <= ROWS_BESIDE_FILE or into is None else
+                [f"the statistics of {n_rows} rows are left out beside the file; without -o they are printed"])])),
             saved=None if into is None else blob.write_capture(
                 into, self.spec, self.plan.dtype, self.catalog, fed, wants, results, query.save_dtype),
         )
@@ -103,7 +108,8 @@ class Session:
                 hint=f"leave out --one-chunk, or use --chunk {len(fed.ids)}", code="more_than_one_chunk",
             )
 
-    def _body(self, query: CaptureQuery, fed: list[Fed], wants: list[dict[str, Want]], results: list[Result]) -> Any:
+    def _body(self, query: CaptureQuery, fed: list[Fed], wants: list[dict[str, Want]], results: list[Result],
+              rows: bool) -> dict[str, Any]:
         return {
             "schema_version": SCHEMA_VERSION,
             "command": "capture",
@@ -117,7 +123,7 @@ class Session:
                                for n, (i, t, p) in enumerate(zip(f.ids, f.texts, f.pieces, strict=True))],
                     "hooks": {
                         name: summary.hook_body(captured, want[name], self.catalog.axes(name),
-                                                self.catalog.derived(name), query.values)
+                                                self.catalog.derived(name), query.values, rows, self.tokens.text_of)
                         for name, captured in result.captured.items()
                     },
                 }

@@ -49,10 +49,14 @@ class Tokens:
             raise PromptError("the prompt has no tokens", hint="--bos feeds the beginning-of-sequence token alone")
         return self._fed(ids, text, self._double_bos(ids) or self._missing_bos(ids, bos))
 
+    def text_of(self, token: int) -> str | None:
+        """What one id decodes to; None without a tokenizer."""
+        return self.tokenizer.decode([token], **_EXACT) if self._has_files() else None
+
     def spans(self, fed: Fed, text: str) -> list[tuple[int, int]]:
         """Token ranges [start, stop) that cover each occurrence of `text` in the fed tokens, in order."""
         starts = self._starts(fed.ids)
-        whole = self._tokenizer.decode(list(fed.ids), **_EXACT)
+        whole = self.tokenizer.decode(list(fed.ids), **_EXACT)
         found, at = [], whole.find(text)
         while at >= 0 and text:
             end = at + len(text)
@@ -64,10 +68,11 @@ class Tokens:
     def _starts(self, ids: Sequence[int]) -> list[int]:
         """Where each token begins in the decoded text: the length of what the ids before it decode to, without a
         character that they only begin (a token may hold part of a multi-byte character)."""
-        return [len(self._tokenizer.decode(list(ids[:n]), **_EXACT).rstrip("\ufffd")) for n in range(len(ids) + 1)]
+        return [len(self.tokenizer.decode(list(ids[:n]), **_EXACT).rstrip("\ufffd")) for n in range(len(ids) + 1)]
 
     @property
-    def _tokenizer(self) -> Any:
+    def tokenizer(self) -> Any:
+        """transformers' tokenizer of the folder. Raises StartError where it has none."""
         if self._loaded is None:
             if not self._has_files():
                 raise StartError(f"this model has no tokenizer: {self._folder}", hint=NO_TOKENIZER_HINT,
@@ -84,31 +89,31 @@ class Tokens:
         return any((Path(self._folder) / name).is_file() for name in TOKENIZER_FILES)
 
     def _templated(self, prompt: Prompt) -> str:
-        if not getattr(self._tokenizer, "chat_template", None):
+        if not getattr(self.tokenizer, "chat_template", None):
             raise PromptError("this model has no chat template", hint="leave out --chat", code="no_chat_template")
         system = [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
         messages = [*system, {"role": "user", "content": prompt.text}]
-        return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
     def _encode(self, text: str, chat: bool, bos: bool | None) -> list[int]:
         """A chat template writes its own special tokens; elsewhere the tokenizer's rule holds, then `bos`."""
-        ids = list(self._tokenizer(text, add_special_tokens=not chat)["input_ids"])
-        first = self._tokenizer.bos_token_id
+        ids = list(self.tokenizer(text, add_special_tokens=not chat)["input_ids"])
+        first = self.tokenizer.bos_token_id
         if bos is True and first is None:
             raise PromptError("this tokenizer has no BOS token", hint="leave out --bos", code="no_bos")
         if bos is True and ids[:1] != [first]:
             return [first, *ids]
-        if bos is False and first is not None and ids[:1] == [first] and not text.startswith(self._tokenizer.bos_token):
+        if bos is False and first is not None and ids[:1] == [first] and not text.startswith(self.tokenizer.bos_token):
             return ids[1:]
         return ids
 
     def _double_bos(self, ids: list[int]) -> tuple[str, ...]:
-        first = self._tokenizer.bos_token_id
+        first = self.tokenizer.bos_token_id
         doubled = first is not None and ids[:2] == [first, first]
-        return (f"the prompt begins with two BOS tokens ({self._tokenizer.bos_token!r})",) if doubled else ()
+        return (f"the prompt begins with two BOS tokens ({self.tokenizer.bos_token!r})",) if doubled else ()
 
     def _missing_bos(self, ids: list[int], bos: bool | None) -> tuple[str, ...]:
-        first = self._tokenizer.bos_token_id
+        first = self.tokenizer.bos_token_id
         differs = bos is None and first is not None and ids[0] != first
         return (
             "no BOS token is fed, as this tokenizer has it; TransformerLens would prepend one (--bos does)",
@@ -117,8 +122,8 @@ class Tokens:
     def _fed(self, ids: list[int], text: str | None, notes: tuple[str, ...] | bool) -> Fed:
         if not self._has_files():
             return Fed(tuple(ids), (None,) * len(ids), (None,) * len(ids), text)
-        texts = tuple(self._tokenizer.decode([i], **_EXACT) for i in ids)
-        pieces = tuple(self._tokenizer.convert_ids_to_tokens(ids))
+        texts = tuple(self.tokenizer.decode([i], **_EXACT) for i in ids)
+        pieces = tuple(self.tokenizer.convert_ids_to_tokens(ids))
         return Fed(tuple(ids), texts, pieces, text, notes or ())
 
 

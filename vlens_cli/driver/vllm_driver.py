@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from vlens_cli import hooks
 from vlens_cli.driver import boot, internals
 from vlens_cli.driver.base import Captured, ForwardResult, Request, Result, Want
 from vlens_cli.driver.proof import PROOF_TOKENS
+from vlens_cli.driver.tokens import Tokens
 from vlens_cli.errors import HookError, PromptError, QueryError, StartError, UsageError, VlensError
 from vlens_cli.families import Catalog
 from vlens_cli.query import EngineSpec
@@ -45,6 +47,17 @@ class VLLMDriver:
         located = self._call("vlens_points")
         self.non_fireable_hook_points: dict[str, str] = {**located["refused"], **self._prove(located["points"])}
         self.supported_hook_points = tuple(n for n in catalog.names if n not in self.non_fireable_hook_points)
+
+    @property
+    def tokenizer(self) -> Any:
+        """transformers' tokenizer of this model. Raises StartError where its folder has none."""
+        return Tokens(self.spec.model).tokenizer
+
+    def __enter__(self) -> VLLMDriver:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self.close()
 
     def supports(self, feature: str) -> bool:
         return feature in {"capture", "batch", "sequence_logits"}
@@ -107,15 +120,17 @@ class VLLMDriver:
     ) -> ForwardResult:
         """TransformerLens' `Driver.forward`: token ids [pos], [batch, pos] or a ragged list of lists.
 
-        `capture` names hook points; its tensors and the logits keep a batch axis, right-padded (0, and -inf).
+        `capture` names hook points, one each, by any of their names, which are the keys of what comes back; tensors
+        keep a batch axis, right-padded (captures 0, logits -inf).
         Raises UsageError for what this version does not do (edits, masks) and for unknown names.
         """
         if intervene or attention_mask is not None:
             raise UsageError("this version of the driver takes no interventions and no attention mask")
-        names = [*dict.fromkeys(capture), *([LOGITS] if return_logits and LOGITS not in capture else [])]
+        asked = {name: self._canonical(name) for name in capture}
+        names = dict.fromkeys([*asked.values(), *([LOGITS] if return_logits else [])], Want())
         prompts = _ragged(input_ids)
-        results = self.run([Request(ids, dict.fromkeys(names, Want()), max_new_tokens) for ids in prompts])
-        captured = {name: _padded([r.captured[name].value for r in results], 0.0) for name in capture}
+        results = self.run([Request(ids, names, max_new_tokens) for ids in prompts])
+        captured = {name: _padded([r.captured[is_].value for r in results], 0.0) for name, is_ in asked.items()}
         logits = _padded([r.captured[LOGITS].value for r in results], float("-inf")) if return_logits else None
         new = torch.nn.utils.rnn.pad_sequence([torch.tensor(r.new_tokens) for r in results], batch_first=True)
         return ForwardResult(logits, captured, new, results)
@@ -130,7 +145,7 @@ class VLLMDriver:
 
     def _prove(self, points: list[str]) -> dict[str, str]:
         """One short forward with every point captured, checked in the worker; refused names -> reasons."""
-        tokens = _proof_tokens(self.catalog.dims.d_vocab, min(PROOF_TOKENS, self.plan.longest_prompt, self.plan.chunk))
+        tokens = _proof_tokens(self.catalog.dims.d_vocab, min(PROOF_TOKENS, self.plan.max_len, self.plan.chunk))
         key = uuid.uuid4().hex
         self._call("vlens_watch_logits")
         with boot.translated():
@@ -140,6 +155,15 @@ class VLLMDriver:
             raise StartError(f"no hook point of this model passed the proof at load: {next(iter(refused.values()))}",
                              hint="`vlens hooks` lists the families that this version reads", code="proof_failed")
         return refused
+
+    def _canonical(self, name: str) -> str:
+        """Raises HookError, with near names, the range of layers or the reason of a refusal."""
+        found = hooks.resolve([hooks.parse(name)], self.catalog)
+        if len(found) > 1 or found[0] != hooks.Selected(found[0].name, None, None, None):
+            raise UsageError(f"forward captures single hook points, without patterns and brackets: {name}",
+                             hint="one name each: [f'blocks.{i}.hook_resid_post' for i in range(4)]")
+        return found[0].name
+
 
     def _check(self, request: Request) -> None:
         if self._llm is None:
@@ -194,10 +218,17 @@ def check_tokens(tokens: Sequence[int], d_vocab: int, plan: boot.Plan, max_new_t
     outside = [t for t in tokens if not 0 <= t < d_vocab]
     if outside:
         raise PromptError(f"token id outside the vocabulary of {d_vocab}: {outside[0]}", code="bad_token")
-    longest = plan.max_len - max_new_tokens
+    # The last generated token is not fed.
+    longest = plan.max_len - max_new_tokens + 1
     if len(tokens) > longest:
         raise PromptError(f"a prompt of {len(tokens)} tokens is longer than this engine takes: {longest}",
                           hint="--max-len raises the limit as far as the model allows", code="prompt_too_long")
+    if len(tokens) < plan.shortest_prompt:
+        raise PromptError(
+            f"with --max-len {plan.max_len} the engine rotates as for long prompts; a prompt of {len(tokens)} tokens has "
+            f"other values in this model, and at least {plan.shortest_prompt} are needed", code="prompt_too_short",
+            hint=f"--max-len {plan.shortest_prompt - 2} for prompts up to that length",
+        )
 
 
 def _check_rows(name: str, captured: Captured, want: Want, fed: int) -> None:
