@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vlens_cli import env
-from vlens_cli.errors import PathError
+from vlens_cli.errors import PathError, UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -142,4 +142,24 @@ def test_settings_show_what_is_in_force(bare: Path, monkeypatch: pytest.MonkeyPa
     rows = {each.variable.name: (each.value, each.is_set) for each in env.settings()}
     assert rows == {"VLENS_MODEL": ("x", True), "VLENS_CACHE": (str(bare / ".cache/vlens"), False),
                     "VLENS_CONFIG": (str(bare / ".config/vlens/vlens.toml"), False), "VLENS_LOG": ("0", False),
+                    "VLENS_RUNTIME": ("", False), "VLENS_KEEP_ALIVE": ("15m", False), "VLENS_KEEP": ("1", False),
                     "VLENS_DEBUG": ("0", False)}
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("2", 2), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("0", 0),
+                                               ("forever", None)])
+def test_durations(text: str, seconds: float | None) -> None:
+    assert env.seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1", "1d", "1 h"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="not a duration"):
+        env.seconds(text)
+
+
+@pytest.mark.parametrize("text", ["0", "many", "-1"])
+def test_what_is_no_count_of_engines_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("VLENS_KEEP", text)
+    with pytest.raises(UsageError, match="VLENS_KEEP"):
+        env.keep()

@@ -242,7 +242,7 @@ def test_a_table_on_a_pipe(shell, hook):
 
 def test_heads_are_named_with_their_dims(shell):
     out = shell.fake("capture", "--hook", "blocks.0.attn.hook_q", "--table", "hello").stdout
-    assert "largest (head.dim: value)" in out and "2.1: 0.333333" in out
+    assert "largest |value| (head.dim: value)" in out and "2.1: 0.333333" in out
 
 
 def test_values_in_tables_are_all_there(shell, hook):
