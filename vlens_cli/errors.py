@@ -23,6 +23,8 @@ EXIT_START = 3
 EXIT_BUG = 4
 EXIT_INTERRUPTED = 130
 
+INSTALL_HINT = "pip install 'vlens_cli[cpu]' for this machine's processor, or 'vlens_cli[cuda]' for NVIDIA GPUs"
+
 
 class VlensError(Exception):
     """Base of the tree; never raised itself."""

@@ -29,11 +29,9 @@ from typing import Any, NoReturn, TypeVar
 
 from vlens_cli import env
 from vlens_cli.env import DEMO
-from vlens_cli.errors import PathError, StartError, UsageError, VlensError
+from vlens_cli.errors import INSTALL_HINT, PathError, StartError, UsageError, VlensError
 
 T = TypeVar("T")
-
-INSTALL_HINT = "pip install 'vlens_cli[cpu]' for this machine's processor, or 'vlens_cli[cuda]' for NVIDIA GPUs"
 
 HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+")
 REVISION = re.compile(r"[\w.-]+(?:/[\w.-]+)*")

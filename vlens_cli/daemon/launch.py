@@ -15,8 +15,7 @@ from typing import Any
 
 from vlens_cli import env
 from vlens_cli.daemon import runtime, wire
-from vlens_cli.errors import QueryError, StartError
-from vlens_cli.models import INSTALL_HINT
+from vlens_cli.errors import INSTALL_HINT, QueryError, StartError
 from vlens_cli.query import EngineSpec
 
 Show = Callable[[str], None]

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from vlens_cli.driver.quiet import engine_output
-from vlens_cli.errors import StartError
-from vlens_cli.models import INSTALL_HINT
 from vlens_cli.query import CaptureQuery, EngineSpec, Reply, StartQuery
 
 if TYPE_CHECKING:
@@ -24,10 +22,7 @@ def ask(spec: EngineSpec, query: CaptureQuery | StartQuery, progress: Callable[[
 
 
 def open_session(spec: EngineSpec) -> Session:
-    """A session that has not started its engine yet. Raises StartError where none is installed."""
-    try:
-        from vlens_cli.driver.session import Session
-    except ImportError as missing:
-        raise StartError(f"no engine is installed: the package {missing.name} is missing", hint=INSTALL_HINT,
-                         code="no_engine") from missing
+    """A session that has not started its engine yet."""
+    from vlens_cli.driver.session import Session
+
     return Session(spec, json.loads((Path(spec.model) / "config.json").read_text(encoding="utf-8")))

@@ -141,7 +141,7 @@ class Server:
 
     def _answer(self, job: Job) -> dict[str, Any]:
         if self._session is None:
-            job.progress("importing torch")
+            job.progress("reading the model's settings")
             self._session = local.open_session(self._spec)
         self._session.watch(job.gone.is_set, self._between)
         return {"reply": self._session.answer(job.query, job.progress, job.file).as_json()}
@@ -303,7 +303,8 @@ def main(folder: str, spec_json: str, keep_alive: str) -> None:
     runtime.version()
     seconds = None if keep_alive == "forever" else float(keep_alive)
     server = Server(runtime.Home(Path(folder)), EngineSpec.from_json(json.loads(spec_json)), seconds)
-    signal.signal(signal.SIGTERM, lambda number, frame: server._stopping.set())
+    # An exception, so that whatever runs is left in order: a start leaves no temporary files.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
     try:
         server.serve()
     finally:

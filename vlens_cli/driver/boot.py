@@ -1,19 +1,21 @@
-"""The only place that builds an engine. Every forced setting carries its reason."""
+"""The only place that builds an engine. Every forced setting carries its reason.
+
+Light until `boot` is called: what a query asks of an engine is checked against its `Plan` before torch is imported.
+"""
 
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from vlens_cli.driver import internals
 from vlens_cli.driver.hide import hide_broken_packages
-from vlens_cli.errors import StartError, UsageError
+from vlens_cli.errors import INSTALL_HINT, PromptError, StartError, UsageError
 from vlens_cli.families import Catalog
 from vlens_cli.query import EngineSpec
-
-INSTALL_HINT = "pip install 'vlens_cli[cpu]' for this machine's processor, or 'vlens_cli[cuda]' for NVIDIA GPUs"
 
 # What a resident engine may keep for keys and values. On CPU the memory is touched at the first requests, and costs
 # seconds a GiB.
@@ -101,6 +103,26 @@ def checkpoint_dtype(config: dict[str, Any]) -> str:
     return named if named in BYTES else "float32"
 
 
+def check_tokens(tokens: Sequence[int], d_vocab: int, plan: Plan, max_new_tokens: int = 1) -> None:
+    """Refuse a prompt that the engine cannot take, with both numbers. Raises PromptError."""
+    if not tokens:
+        raise PromptError("a prompt has no tokens")
+    outside = [t for t in tokens if not 0 <= t < d_vocab]
+    if outside:
+        raise PromptError(f"token id outside the vocabulary of {d_vocab}: {outside[0]}", code="bad_token")
+    # The last generated token is not fed.
+    longest = plan.max_len - max_new_tokens + 1
+    if len(tokens) > longest:
+        raise PromptError(f"a prompt of {len(tokens)} tokens is longer than this engine takes: {longest}",
+                          hint="--max-len raises the limit as far as the model allows", code="prompt_too_long")
+    if len(tokens) < plan.shortest_prompt:
+        raise PromptError(
+            f"with --max-len {plan.max_len} the engine rotates as for long prompts; a prompt of {len(tokens)} tokens has "
+            f"other values in this model, and at least {plan.shortest_prompt} are needed", code="prompt_too_short",
+            hint=f"--max-len {plan.shortest_prompt - 2} for prompts up to that length",
+        )
+
+
 def engine_arguments(spec: EngineSpec, plan: Plan) -> dict[str, Any]:
     """The arguments of `vllm.LLM`."""
     return {
@@ -129,7 +151,7 @@ def engine_arguments(spec: EngineSpec, plan: Plan) -> dict[str, Any]:
 
 
 def prepare() -> None:
-    """What must be so before transformers or vLLM is imported in this process."""
+    """What must be so before vLLM is imported in this process."""
     # The engine core in this process: captures are taken from it without serializing them.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # One token more than the model's own length is asked (see max_model_len); `plan` refuses lengths that are too long.
@@ -147,15 +169,32 @@ def boot(spec: EngineSpec, plan: Plan) -> Any:
     Raises StartError: vLLM missing or broken, the model refused, memory short.
     """
     prepare()
-    with translated():
+    with translated(), _scratch():
         from vllm import LLM
+
+        from vlens_cli.driver import internals
 
         internals.inspect_models_in_process()
         return LLM(**engine_arguments(spec, plan), worker_cls="vlens_cli.driver.worker.LensWorker")
 
 
 @contextmanager
-def translated() -> Any:
+def _scratch() -> Iterator[None]:
+    """A folder for temporary files that goes when the engine is up, or broken off.
+
+    vLLM (0.32) makes a file there through which ranks meet, and leaves it behind if it is not ended in order; a single
+    rank has met itself by then.
+    """
+    with tempfile.TemporaryDirectory(prefix="vlens-") as folder:
+        kept, tempfile.tempdir = tempfile.tempdir, folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = kept
+
+
+@contextmanager
+def translated() -> Iterator[None]:
     """vLLM's and torch's exceptions at start-up, as StartErrors: the seam."""
     try:
         yield

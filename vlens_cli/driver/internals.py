@@ -6,7 +6,6 @@ Everything else in this project uses vLLM's documented surface (`LLM`, `Sampling
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -100,13 +99,3 @@ def abort_all(llm: Any) -> None:
     unfinished = list(llm.llm_engine.output_processor.request_states)
     if unfinished:
         llm.llm_engine.abort_request(unfinished, internal=True)
-
-
-def remove_rendezvous(worker: Any) -> None:
-    """Remove the file through which ranks have met: a process that is killed would leave it behind.
-
-    0.32: a single rank's groups are all made when its device is, and nothing opens the file again.
-    """
-    method = str(worker.distributed_init_method)
-    if method.startswith("file://") and worker.parallel_config.world_size == 1:
-        Path(method.removeprefix("file://")).unlink(missing_ok=True)

@@ -1,18 +1,23 @@
-"""One model, ready for queries: checks them without an engine, starts it when the first one passes, answers."""
+"""One model, ready for queries: checks them without an engine, starts it when the first one passes, answers.
+
+torch and vLLM are imported when the engine is started: a query that is refused has not waited for them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vlens_cli import __version__, hooks
-from vlens_cli.driver import blob, boot, summary
+from vlens_cli.driver import boot
 from vlens_cli.driver.base import Request, Result, Want
 from vlens_cli.driver.tokens import Fed, Tokens
-from vlens_cli.driver.vllm_driver import VLLMDriver, check_tokens
 from vlens_cli.errors import PromptError
 from vlens_cli.families import catalog_for
 from vlens_cli.query import RUNNING, SCHEMA_VERSION, CaptureQuery, EngineSpec, Reply, StartQuery
+
+if TYPE_CHECKING:
+    from vlens_cli.driver.vllm_driver import VLLMDriver
 
 Progress = Callable[[str], None]
 # Characters or token ids.
@@ -25,7 +30,6 @@ class Session:
     """Answers queries about one model in this process. `config` is its parsed config.json."""
 
     def __init__(self, spec: EngineSpec, config: dict[str, Any]) -> None:
-        boot.prepare()
         self.spec = spec
         self.catalog = catalog_for(config)
         self.plan = boot.plan(spec, config, self.catalog)
@@ -65,6 +69,7 @@ class Session:
             self._check(one, query.one_chunk)
         driver = self.driver(progress)
         progress(RUNNING)
+        from vlens_cli.driver import blob
         requests = [Request(f.ids, want) for f, want in zip(fed, wants, strict=True)]
         results = driver.run(requests, self._cancelled, self._between)
         n_rows = sum(len(c.positions) for r in results for c in r.captured.values())
@@ -81,6 +86,8 @@ class Session:
         """The engine, started by the first call."""
         if self._driver is None:
             progress(f"starting the engine for {self.spec.name}")
+            with boot.translated():
+                from vlens_cli.driver.vllm_driver import VLLMDriver
             self._driver = VLLMDriver(self.spec, self.plan, self.catalog)
         return self._driver
 
@@ -101,7 +108,7 @@ class Session:
         return hooks.positions(selected.pos, len(fed.ids), lambda text: self.tokens.spans(fed, text), tokens=tokens)
 
     def _check(self, fed: Fed, one_chunk: bool) -> None:
-        check_tokens(fed.ids, self.catalog.dims.d_vocab, self.plan)
+        boot.check_tokens(fed.ids, self.catalog.dims.d_vocab, self.plan)
         if one_chunk and len(fed.ids) > self.plan.chunk:
             raise PromptError(
                 f"a prompt of {len(fed.ids)} tokens needs more than one forward of {self.plan.chunk}",
@@ -110,6 +117,8 @@ class Session:
 
     def _body(self, query: CaptureQuery, fed: list[Fed], wants: list[dict[str, Want]], results: list[Result],
               rows: bool) -> dict[str, Any]:
+        from vlens_cli.driver import summary
+
         return {
             "schema_version": SCHEMA_VERSION,
             "command": "capture",

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vlens_cli.driver.boot import translated
-from vlens_cli.errors import PromptError, StartError
+from vlens_cli.driver.hide import hide_broken_packages
+from vlens_cli.errors import PromptError
 from vlens_cli.query import Prompt
 
 NO_TOKENIZER_HINT = "give token ids: --tokens 1,2,3"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
+# Classes that are nothing but their tokenizer.json.
+GENERAL_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class Tokens:
     def feed(self, prompt: Prompt, bos: bool | None) -> Fed:
         """Tokenize one prompt. `bos`: add it, leave it out, or (None) follow the tokenizer's own rule.
 
-        Raises PromptError for an empty prompt or a model without a chat template, StartError without a tokenizer.
+        Raises PromptError for an empty prompt or a model without a tokenizer or chat template.
         """
         if prompt.tokens is not None:
             ids = list(prompt.tokens)
@@ -55,37 +60,52 @@ class Tokens:
 
     def spans(self, fed: Fed, text: str) -> list[tuple[int, int]]:
         """Token ranges [start, stop) that cover each occurrence of `text` in the fed tokens, in order."""
-        starts = self._starts(fed.ids)
+        starts, ends = self._ends(fed.ids)
         whole = self.tokenizer.decode(list(fed.ids), **_EXACT)
         found, at = [], whole.find(text)
         while at >= 0 and text:
             end = at + len(text)
-            covered = [n for n in range(len(fed.ids)) if starts[n] < end and starts[n + 1] > at]
+            covered = [n for n in range(len(fed.ids)) if starts[n] < end and ends[n] > at]
             found.append((covered[0], covered[-1] + 1))
             at = whole.find(text, at + 1)
         return found
 
-    def _starts(self, ids: Sequence[int]) -> list[int]:
-        """Where each token begins in the decoded text: the length of what the ids before it decode to, without a
-        character that they only begin (a token may hold part of a multi-byte character)."""
-        return [len(self.tokenizer.decode(list(ids[:n]), **_EXACT).rstrip("\ufffd")) for n in range(len(ids) + 1)]
+    def _ends(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Where each token begins and ends in the decoded text.
+
+        A character of several bytes may be spread over tokens: until its last byte it decodes to U+FFFD. It begins in
+        the first of them, and each of them reaches to its end.
+        """
+        texts = [self.tokenizer.decode(list(ids[:n]), **_EXACT) for n in range(len(ids) + 1)]
+        whole = [len(text.rstrip("\ufffd")) for text in texts]
+        broken = [text.endswith("\ufffd") for text in texts]
+        return whole[:-1], [end + part for end, part in zip(whole[1:], broken[1:], strict=True)]
 
     @property
     def tokenizer(self) -> Any:
-        """transformers' tokenizer of the folder. Raises StartError where it has none."""
+        """transformers' tokenizer of the folder. Raises PromptError where it has none."""
         if self._loaded is None:
             if not self._has_files():
-                raise StartError(f"this model has no tokenizer: {self._folder}", hint=NO_TOKENIZER_HINT,
-                                 code="no_tokenizer")
+                raise PromptError(f"this model has no tokenizer, so it takes no text: {self._folder}",
+                                  hint=NO_TOKENIZER_HINT, code="no_tokenizer")
             with translated():
-                from transformers import AutoTokenizer
-
-                self._loaded = AutoTokenizer.from_pretrained(self._folder)
+                self._loaded = self._load()
         return self._loaded
 
-    def _has_files(self) -> bool:
-        from pathlib import Path
+    def _load(self) -> Any:
+        """The tokenizer, by the way that needs no torch where its class is the general one: a prompt that is refused
+        should be refused before seconds of imports."""
+        named = _tokenizer_class(Path(self._folder))
+        if named in GENERAL_CLASSES and (Path(self._folder) / "tokenizer.json").is_file():
+            from transformers import PreTrainedTokenizerFast
 
+            return PreTrainedTokenizerFast.from_pretrained(self._folder)
+        hide_broken_packages()
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self._folder)
+
+    def _has_files(self) -> bool:
         return any((Path(self._folder) / name).is_file() for name in TOKENIZER_FILES)
 
     def _templated(self, prompt: Prompt) -> str:
@@ -97,13 +117,15 @@ class Tokens:
 
     def _encode(self, text: str, chat: bool, bos: bool | None) -> list[int]:
         """A chat template writes its own special tokens; elsewhere the tokenizer's rule holds, then `bos`."""
-        ids = list(self.tokenizer(text, add_special_tokens=not chat)["input_ids"])
+        plain = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = plain if chat else list(self.tokenizer(text)["input_ids"])
         first = self.tokenizer.bos_token_id
         if bos is True and first is None:
             raise PromptError("this tokenizer has no BOS token", hint="leave out --bos", code="no_bos")
         if bos is True and ids[:1] != [first]:
             return [first, *ids]
-        if bos is False and first is not None and ids[:1] == [first] and not text.startswith(self.tokenizer.bos_token):
+        # A BOS that was typed stays; the one that the tokenizer or the template put before the text goes.
+        if bos is False and first is not None and ids[:1] == [first] and (chat or ids[1 : len(plain) + 1] == plain):
             return ids[1:]
         return ids
 
@@ -129,3 +151,10 @@ class Tokens:
 
 # What was fed, not a tidied sentence.
 _EXACT = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+
+
+def _tokenizer_class(folder: Path) -> str | None:
+    try:
+        return json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("tokenizer_class")
+    except (OSError, ValueError, AttributeError):
+        return None

@@ -16,7 +16,7 @@ from vlens_cli.driver import boot, internals
 from vlens_cli.driver.base import Captured, ForwardResult, Request, Result, Want
 from vlens_cli.driver.proof import PROOF_TOKENS
 from vlens_cli.driver.tokens import Tokens
-from vlens_cli.errors import HookError, PromptError, QueryError, StartError, UsageError, VlensError
+from vlens_cli.errors import HookError, QueryError, StartError, UsageError, VlensError
 from vlens_cli.families import Catalog
 from vlens_cli.query import EngineSpec
 
@@ -168,7 +168,7 @@ class VLLMDriver:
     def _check(self, request: Request) -> None:
         if self._llm is None:
             raise UsageError("this driver is closed", code="closed")
-        check_tokens(request.tokens, self.catalog.dims.d_vocab, self.plan, request.max_new_tokens)
+        boot.check_tokens(request.tokens, self.catalog.dims.d_vocab, self.plan, request.max_new_tokens)
         for name in request.capture:
             if name in self.non_fireable_hook_points:
                 raise HookError(f"{name} is refused: {self.non_fireable_hook_points[name]}", code="hook_refused")
@@ -209,26 +209,6 @@ class VLLMDriver:
     def _call(self, method: str, *args: Any) -> Any:
         """One method of the single rank's worker, in this process."""
         return self._llm.collective_rpc(method, args=args)[0]
-
-
-def check_tokens(tokens: Sequence[int], d_vocab: int, plan: boot.Plan, max_new_tokens: int = 1) -> None:
-    """Refuse a prompt that the engine cannot take, with both numbers. Raises PromptError."""
-    if not tokens:
-        raise PromptError("a prompt has no tokens")
-    outside = [t for t in tokens if not 0 <= t < d_vocab]
-    if outside:
-        raise PromptError(f"token id outside the vocabulary of {d_vocab}: {outside[0]}", code="bad_token")
-    # The last generated token is not fed.
-    longest = plan.max_len - max_new_tokens + 1
-    if len(tokens) > longest:
-        raise PromptError(f"a prompt of {len(tokens)} tokens is longer than this engine takes: {longest}",
-                          hint="--max-len raises the limit as far as the model allows", code="prompt_too_long")
-    if len(tokens) < plan.shortest_prompt:
-        raise PromptError(
-            f"with --max-len {plan.max_len} the engine rotates as for long prompts; a prompt of {len(tokens)} tokens has "
-            f"other values in this model, and at least {plan.shortest_prompt} are needed", code="prompt_too_short",
-            hint=f"--max-len {plan.shortest_prompt - 2} for prompts up to that length",
-        )
 
 
 def _check_rows(name: str, captured: Captured, want: Want, fed: int) -> None:

@@ -32,7 +32,6 @@ class LensWorker(EngineWorker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        internals.remove_rendezvous(self)
         self._model = self.model_runner.get_model()
         self._catalog: Catalog = catalog_for(self.model_config.hf_config.to_dict())
         self._locator = Locator(self._model, self._catalog)
