@@ -6,8 +6,8 @@ is slow, fails or dies:
     sleep S        works S seconds: asks every 50 ms whether its asker has left, lets small queries in every 0.2 s
     file N         writes N bytes of `pattern` into the asker's file; `file N crash` dies in the middle
     large N        a reply of N characters
-    crash, raise, wrong, bug, full     the process dies; QueryError; PromptError before any engine; ZeroDivisionError;
-                   the disk is full
+    crash S        the process dies, at once or after S seconds
+    raise, wrong, bug, full     QueryError; PromptError before any engine; ZeroDivisionError; the disk is full
     anything else  an answer that depends on the prompt, the hooks, the engine's spec and the weight file
 
 FAKE_STARTING is how many seconds the engine takes to start, FAKE_FAILING makes it fail, FAKE_STARTED names a file that
@@ -91,6 +91,7 @@ class FakeSession:
         if word == "sleep":
             self._sleep(float(more[0]))
         elif word == "crash":
+            time.sleep(float(more[0]) if more else 0)
             os._exit(9)
         elif word == "raise":
             raise QueryError("the forward failed")
