@@ -245,7 +245,7 @@ def chunked(folder, tiny) -> shell.Run:
     try:
         return shell.capture(
             folder, "--hook", "blocks.*.hook_resid_post[pos=0:]", "--hook", "logits", "--pos", "-1", "--chunk", "16",
-            "--max-len", "51", "--values", "--save-dtype", "bfloat16", "-o", "chunked.safetensors",
+            "--max-len", "50", "--values", "--save-dtype", "bfloat16", "-o", "chunked.safetensors",
             "-m", str(tiny("llama")), "--tokens", commas(ids(50)), stdin=silent, env={"VLENS_LOG": "1"},
         )  # fmt: skip
     finally:
@@ -470,7 +470,7 @@ def test_one_chunk_refuses_more(folder, tiny, no_engine):
     quick(done)
 
 
-@pytest.mark.parametrize("given, length, limit", [((), 600, 511), (("--max-len", "20"), 20, 19)])
+@pytest.mark.parametrize("given, length, limit", [((), 600, 512), (("--max-len", "20"), 21, 20)])
 def test_a_prompt_longer_than_the_engine_takes(folder, tiny, no_engine, given, length, limit):
     options = ["--hook", "logits", *given, "--json", "-o", "long.safetensors", "-m", str(tiny("llama"))]
     done = shell.capture(folder, *options, "--tokens", commas(ids(length)), env=no_engine)
@@ -485,7 +485,7 @@ def test_a_text_longer_than_the_engine_takes(folder, model, no_engine):
     text = " ".join([TEXT] * 60)
     length = len(tokenizer_of(model).encode(text).ids)
     done = shell.capture(folder, "--hook", "logits", "-m", str(model), text, env=no_engine)
-    refused(done, 2, str(length), "511")
+    refused(done, 2, str(length), "512")
     quick(done)
 
 

@@ -85,7 +85,7 @@ def test_what_the_model_cannot_do_is_refused_before_the_forward(engines, tiny):
     driver = engines.open(tiny("llama"))
     with pytest.raises(HookError):
         driver.forward(SHORT, capture=["blocks.4.hook_resid_post"])
-    with pytest.raises(PromptError, match=r"513 tokens.* 511"):
+    with pytest.raises(PromptError, match=r"513 tokens.* 512"):
         driver.forward(spread(513, 512))
     with pytest.raises(PromptError, match="512"):
         driver.forward([3, 512])
