@@ -5,14 +5,17 @@ torch and vLLM are imported when the engine is started: a query that is refused 
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vlens_cli import __version__, hooks
 from vlens_cli.driver import boot
 from vlens_cli.driver.base import Request, Result, Want
 from vlens_cli.driver.tokens import Fed, Tokens
-from vlens_cli.errors import PromptError
+from vlens_cli.errors import PromptError, UsageError
 from vlens_cli.families import catalog_for
 from vlens_cli.query import RUNNING, SCHEMA_VERSION, CaptureQuery, EngineSpec, Reply, StartQuery
 
@@ -24,6 +27,14 @@ Progress = Callable[[str], None]
 SMALL = 2000
 # Who writes a large file wants the file; statistics of more rows than these take longer than the file does.
 ROWS_BESIDE_FILE = 1000
+# A capture is joined from its pieces, and cast: it may be there twice for a moment.
+MEMORY_SHARE = 0.4
+
+
+def available_bytes() -> int:
+    """Memory that could be used without swapping (man proc, MemAvailable)."""
+    text = Path("/proc/meminfo").read_text()
+    return 1024 * int(re.search(r"MemAvailable:\s+(\d+)", text)[1])
 
 
 class Session:
@@ -67,6 +78,7 @@ class Session:
         wants = self._wants(query, fed)
         for one in fed:
             self._check(one, query.one_chunk)
+        self._check_size(fed, wants)
         driver = self.driver(progress)
         progress(RUNNING)
         from vlens_cli.driver import blob
@@ -114,6 +126,27 @@ class Session:
                 f"a prompt of {len(fed.ids)} tokens needs more than one forward of {self.plan.chunk}",
                 hint=f"leave out --one-chunk, or use --chunk {len(fed.ids)}", code="more_than_one_chunk",
             )
+
+    def _check_size(self, fed: list[Fed], wants: list[dict[str, Want]]) -> None:
+        """Refuse what would not fit into memory, before the forward that fills it."""
+        n_bytes = boot.BYTES[self.plan.dtype] * sum(
+            self._numbers(name, want, len(f.ids)) for f, wanted in zip(fed, wants, strict=True)
+            for name, want in wanted.items()
+        )
+        free = available_bytes()
+        if n_bytes > free * MEMORY_SHARE:
+            raise UsageError(f"this capture takes {n_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free",
+                             hint="ask for fewer hooks, positions or prompts at once", code="too_large")
+
+    def _numbers(self, name: str, want: Want, n_tokens: int) -> int:
+        rows = n_tokens if want.positions is None else len(want.positions)
+        axes = self.catalog.axes(name)[1:]
+        sizes = [self.catalog.size(axis) for axis in axes]
+        if want.dims is not None:
+            sizes[-1] = len(want.dims)
+        if want.heads is not None:
+            sizes[-2] = len(want.heads)
+        return rows * math.prod(sizes)
 
     def _body(self, query: CaptureQuery, fed: list[Fed], wants: list[dict[str, Want]], results: list[Result],
               rows: bool) -> dict[str, Any]:
