@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -58,7 +59,13 @@ def cli(ctx: click.Context) -> None:
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """The entry point: run one command line (sys.argv by default) and exit with its code."""
-    code = run(sys.argv[1:] if args is None else args)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # As an exception, so that a file that is half written is removed.
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    try:
+        code: Any = run(sys.argv[1:] if args is None else args)
+    except SystemExit as left:
+        code = left.code
     if "vllm" in sys.modules:
         # Nothing is left to save, and an orderly end of vLLM takes seconds.
         os._exit(code)

@@ -117,7 +117,7 @@ def _lines(files: Sequence[str]) -> Iterator[Prompt]:
 
 def _is_json(line: str) -> bool:
     try:
-        return isinstance(json.loads(line), dict | str)
+        return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
         return False
 

@@ -128,7 +128,7 @@ def capture(body: dict[str, Any]) -> str:
     parts = [line(visible(f"{model['name']} ({model['family']}, {model['dtype']})"))]
     for place, prompt in enumerate(body["prompts"]):
         parts += [line(), line(_heading(prompt, place, len(body["prompts"])), "bold")]
-        pieces = {token["pos"]: quoted(token["text"]) for token in prompt["tokens"]}
+        pieces = {t["pos"]: f"#{t['id']}" if t["text"] is None else quoted(t["text"]) for t in prompt["tokens"]}
         for name, hook in prompt["hooks"].items():
             parts += [line(), line(_title(name, hook), "bold")]
             # Left out beside a large file.

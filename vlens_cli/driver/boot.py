@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlens_cli.driver.hide import hide_broken_packages
-from vlens_cli.errors import INSTALL_HINT, PromptError, StartError, UsageError
+from vlens_cli.errors import INSTALL_HINT, PromptError, StartError, UsageError, VlensError
 from vlens_cli.families import Catalog
 from vlens_cli.query import EngineSpec
 
@@ -57,6 +57,9 @@ def plan(spec: EngineSpec, config: dict[str, Any], catalog: Catalog) -> Plan:
     dims = catalog.dims
     token_bytes = 2 * dims.n_layers * dims.n_kv_heads * dims.d_head * BYTES[dtype]
     own, short = _own_length(config), check_rotation(config)
+    if own < 1:
+        raise StartError(f"config.json has no usable length: {own}", code="bad_config",
+                         hint="compare its config.json with the original")
     held = max(KV_BYTES // token_bytes - KV_SLACK_TOKENS, 1)
     if spec.max_len is not None and spec.max_len > own:
         raise UsageError(f"--max-len {spec.max_len} is more than this model takes: {own}", code="max_len_too_long")
@@ -99,7 +102,7 @@ def _own_length(config: dict[str, Any]) -> int:
 
 def checkpoint_dtype(config: dict[str, Any]) -> str:
     """The dtype that the checkpoint says it has; float32 where it says nothing or something an engine cannot run."""
-    named = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    named = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.").strip()
     return named if named in BYTES else "float32"
 
 
@@ -207,7 +210,10 @@ def translated() -> Iterator[None]:
     except MemoryError as fault:
         raise StartError("the engine ran out of memory while starting", hint="try a smaller --max-len, or --dtype bfloat16",
                          code="out_of_memory") from fault
-    except (ValueError, RuntimeError, OSError, LookupError, AssertionError, TypeError) as fault:
+    except VlensError:
+        raise
+    except Exception as fault:
+        # The seam: what vLLM, torch and pydantic raise for a model that they do not take has no common base.
         raise StartError(f"the engine did not start: {one_line(fault)}", hint="VLENS_LOG=1 shows the engine's own log",
                          code="engine_failed") from fault
 

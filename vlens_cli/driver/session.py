@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from vlens_cli import __version__, hooks
+from vlens_cli import __version__, checkpoint, hooks
 from vlens_cli.driver import boot
 from vlens_cli.driver.base import Request, Result, Want
 from vlens_cli.driver.tokens import Fed, Tokens
 from vlens_cli.errors import PromptError, UsageError
-from vlens_cli.families import catalog_for
+from vlens_cli.families import catalog_for, check_checkpoint
 from vlens_cli.query import RUNNING, SCHEMA_VERSION, CaptureQuery, EngineSpec, Reply, StartQuery
 
 if TYPE_CHECKING:
@@ -42,7 +42,11 @@ class Session:
 
     def __init__(self, spec: EngineSpec, config: dict[str, Any]) -> None:
         self.spec = spec
+        self._config = config
         self.catalog = catalog_for(config)
+        found = checkpoint.shapes(Path(spec.model))
+        if found is not None:
+            check_checkpoint(self.catalog, config, found)
         self.plan = boot.plan(spec, config, self.catalog)
         self.tokens = Tokens(spec.model)
         self._driver: VLLMDriver | None = None
@@ -100,8 +104,18 @@ class Session:
             progress(f"starting the engine for {self.spec.name}")
             with boot.translated():
                 from vlens_cli.driver.vllm_driver import VLLMDriver
+                self._check_pickled()
             self._driver = VLLMDriver(self.spec, self.plan, self.catalog)
         return self._driver
+
+    def _check_pickled(self) -> None:
+        """What __init__ does for safetensors, for *.bin: their names can only be read by torch."""
+        if checkpoint.shapes(Path(self.spec.model)) is None:
+            import torch
+
+            files = [f for f in sorted(Path(self.spec.model).glob("*.bin")) if f.name != "training_args.bin"]
+            names = [n for f in files for n in torch.load(f, map_location="meta", mmap=True, weights_only=True)]
+            check_checkpoint(self.catalog, self._config, names)
 
     def close(self) -> None:
         if self._driver is not None:

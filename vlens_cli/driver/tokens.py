@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from vlens_cli.query import Prompt
 
 NO_TOKENIZER_HINT = "give token ids: --tokens 1,2,3"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
+# Tokens that one character, or a row of broken ones, is looked for in.
+LONGEST_GROUP = 16
 # Classes that are nothing but their tokenizer.json.
 GENERAL_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
@@ -60,8 +63,7 @@ class Tokens:
 
     def spans(self, fed: Fed, text: str) -> list[tuple[int, int]]:
         """Token ranges [start, stop) that cover each occurrence of `text` in the fed tokens, in order."""
-        starts, ends = self._ends(fed.ids)
-        whole = self.tokenizer.decode(list(fed.ids), **_EXACT)
+        whole, starts, ends = self._places(fed.ids)
         found, at = [], whole.find(text)
         while at >= 0 and text:
             end = at + len(text)
@@ -70,16 +72,38 @@ class Tokens:
             at = whole.find(text, at + 1)
         return found
 
-    def _ends(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Where each token begins and ends in the decoded text.
+    @lru_cache(maxsize=64)  # noqa: B019 (it lives as long as the session)
+    def _places(self, ids: tuple[int, ...]) -> tuple[str, list[int], list[int]]:
+        """The decoded text, and where in it each token begins and ends.
 
         A character of several bytes may be spread over tokens: until its last byte it decodes to U+FFFD. It begins in
-        the first of them, and each of them reaches to its end.
+        the first of them, and each of them reaches to its end. Tokens are decoded in groups that end with a whole
+        character; where the groups do not add up to the text (a tokenizer that looks further back), from the start.
         """
-        texts = [self.tokenizer.decode(list(ids[:n]), **_EXACT) for n in range(len(ids) + 1)]
-        whole = [len(text.rstrip("\ufffd")) for text in texts]
-        broken = [text.endswith("\ufffd") for text in texts]
-        return whole[:-1], [end + part for end, part in zip(whole[1:], broken[1:], strict=True)]
+        whole = self._decode(ids)
+        starts, ends, begun = [], [], 0
+        for group in self._groups(ids):
+            for n in range(1, len(group) + 1):
+                before, text = self._decode(group[: n - 1]), self._decode(group[:n])
+                starts.append(begun + len(before.rstrip("\ufffd")))
+                ends.append(begun + (len(text) if n == len(group) else len(text.rstrip("\ufffd")) + 1))
+            begun += len(self._decode(group))
+        if begun == len(whole):
+            return whole, starts, ends
+        texts = [self._decode(ids[:n]).rstrip("\ufffd") for n in range(len(ids))]
+        starts = [len(text) for text in texts]
+        return whole, starts, [max(n + 1, m) for n, m in zip(starts, [*starts[1:], len(whole)], strict=True)]
+
+    def _groups(self, ids: tuple[int, ...]) -> list[tuple[int, ...]]:
+        groups, begun = [], 0
+        for n in range(1, len(ids) + 1):
+            if n == len(ids) or n - begun >= LONGEST_GROUP or not self._decode(ids[begun:n]).endswith("\ufffd"):
+                groups.append(ids[begun:n])
+                begun = n
+        return groups
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), **_EXACT) if ids else ""
 
     @property
     def tokenizer(self) -> Any:

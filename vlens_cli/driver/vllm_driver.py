@@ -44,7 +44,8 @@ class VLLMDriver:
         self.catalog = catalog
         self._rate = 0.0
         self._llm = boot.boot(spec, plan)
-        located = self._call("vlens_points")
+        with boot.translated():
+            located = self._call("vlens_points")
         self.non_fireable_hook_points: dict[str, str] = {**located["refused"], **self._prove(located["points"])}
         self.supported_hook_points = tuple(n for n in catalog.names if n not in self.non_fireable_hook_points)
 

@@ -69,7 +69,8 @@ class LensWorker(EngineWorker):
         return self._taps.held()
 
     def vlens_points(self) -> dict[str, Any]:
-        """{"points": located names, "refused": name -> reason}."""
+        """{"points": located names, "refused": name -> reason}. LookupError where the engine's heads are not the config's."""
+        self._locator.check_heads()
         return {"points": list(self._taps.points), "refused": self._refused}
 
     def vlens_watch_logits(self) -> None:

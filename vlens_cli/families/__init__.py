@@ -4,6 +4,8 @@ A family file holds
     like        another family whose entries it starts from; its own entries replace or add
     classes     the classes whose live module tree has this shape (vLLM's; a checkpoint's `architectures` name them)
     norm, activation   names of formulas that the driver has
+    foreign     config keys that the engine would obey and the architecture does not have
+    [checkpoint]       tensor name -> when a whole checkpoint has it: always, never, a config key, or !key
     [dims]      which config key gives each width
     [modules]   role -> path in the live module tree; {i} is the layer
     [[row]]     one hook point each: hook, module (a role), `in` or `out` (what is read), axes, meaning;
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import resources
@@ -27,6 +30,9 @@ from typing import Any
 from vlens_cli.errors import BugError, StartError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+
+# More is a broken config, and naming that many hook points takes for ever.
+MOST_LAYERS = 10_000
 
 _AXIS_DIMS = {"head": "n_heads", "kv_head": "n_kv_heads"}
 
@@ -70,6 +76,8 @@ class Family:
     rows: tuple[Row, ...]
     aliases: dict[str, str]
     refused: dict[str, str]
+    foreign: tuple[str, ...]
+    checkpoint: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -173,8 +181,48 @@ def catalog_for(config: dict[str, Any]) -> Catalog:
 
     Raises StartError where no family knows the architecture, or a width is missing or makes no sense.
     """
-    family = family_of(config.get("architectures") or [])
+    named = config.get("architectures")
+    named = [named] if isinstance(named, str) else named
+    if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
+        raise _bad_config("config.json names no architecture")
+    family = family_of(named)
+    foreign = [key for key in family.foreign if config.get(key)]
+    if foreign:
+        raise StartError(
+            f"config.json sets what this architecture does not have, and the engine would obey: {', '.join(foreign)}",
+            hint="take it out of config.json if the model was trained without it", code="foreign_config",
+        )
     return Catalog(family, _dims(family, config))
+
+
+def check_checkpoint(catalog: Catalog, config: dict[str, Any], found: Iterable[str]) -> None:
+    """Whether a checkpoint's tensors are those that the engine reads, all and only. Raises StartError.
+
+    Quantized checkpoints have tensors of their own scheme, and are not checked.
+    """
+    if config.get("quantization_config"):
+        return
+    wanted = {name for pattern, when in catalog.spec.checkpoint.items() if _holds(when, config)
+              for name in _of_layers(pattern, catalog.n_layers)}
+    optional = {"lm_head.weight"}
+    there = {name for name in found if not name.endswith((".rotary_emb.inv_freq", ".masked_bias"))}
+    for names, what in ((wanted - there, "lacks weights that the model has"),
+                        (there - wanted - optional, "has weights that the engine does not read")):
+        if names:
+            first = sorted(names)[0]
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise StartError(f"the checkpoint {what}: {first}{more}", code="bad_checkpoint",
+                             hint="its values would not be the model's; compare its config.json and weights with the original")
+
+
+def _holds(when: str, config: dict[str, Any]) -> bool:
+    if when in ("always", "never"):
+        return when == "always"
+    return not config.get(when[1:]) if when.startswith("!") else bool(config.get(when))
+
+
+def _of_layers(pattern: str, n_layers: int) -> list[str]:
+    return [pattern.replace("{i}", str(i)) for i in range(n_layers)] if "{i}" in pattern else [pattern]
 
 
 def family_of(architectures: list[str]) -> Family:
@@ -207,6 +255,8 @@ def load(name: str) -> Family:
         rows=rows,
         aliases=fields["aliases"],
         refused=fields["refused"],
+        foreign=tuple(fields["foreign"]),
+        checkpoint=fields["checkpoint"],
     )
     _check(family)
     return family
@@ -231,6 +281,7 @@ def _fields(name: str) -> dict[str, Any]:
         "row": rows,
         "dims": {**base["dims"], **own.get("dims", {})},
         "modules": {**base["modules"], **own.get("modules", {})},
+        "checkpoint": {**base["checkpoint"], **own.get("checkpoint", {})},
         "aliases": {**base["aliases"], **own.get("aliases", {})},
         "refused": {hook: reason for hook, reason in refused.items() if hook not in given},
     }
@@ -263,20 +314,26 @@ def _check(family: Family) -> None:
 
 
 def _dims(family: Family, config: dict[str, Any]) -> Dims:
-    config = config.get("text_config") or config
     values = {dim: config.get(key) for dim, key in family.dims.items()}
     values["n_kv_heads"] = values.get("n_kv_heads") or values["n_heads"]
-    missing = [family.dims[d] for d, v in values.items() if v is None and d != "d_head"]
+    missing = [family.dims[d] for d, v in values.items() if d != "d_head" and not _is_width(v)]
     if not missing:
-        values["d_head"] = values.get("d_head") or values["d_model"] // max(1, values["n_heads"])
-        missing = [family.dims[d] for d, v in values.items() if not isinstance(v, int) or v < 1]
+        values["d_head"] = values.get("d_head") or values["d_model"] // values["n_heads"]
+        missing = [family.dims[d] for d, v in values.items() if not _is_width(v)]
     if missing:
-        raise StartError(
-            f"config.json has no usable value of: {', '.join(missing)}",
-            hint="the folder is not a whole model of this architecture; compare its config.json with the original",
-            code="bad_config",
-        )
+        raise _bad_config(f"config.json has no usable value of: {', '.join(missing)}")
+    if values["n_layers"] > MOST_LAYERS:
+        raise _bad_config(f"config.json has {values['n_layers']} layers")
     return Dims(**values)
+
+
+def _is_width(value: Any) -> bool:
+    return type(value) is int and 1 <= value < 10_000_000
+
+
+def _bad_config(message: str) -> StartError:
+    return StartError(message, hint="the folder is not a whole model of a known architecture; compare its config.json with "
+                      "the original", code="bad_config")
 
 
 def _fold(name: str) -> tuple[str, str]:
