@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
-from daemon_tools import HOOK, ROOT, finish, make_model, wait_for
+from daemon_tools import ROOT, finish, make_model, wait_for
 from fake_daemon import WEIGHTS
 
 HOOKS = [f"blocks.{layer}.{point}" for layer in range(4) for point in
