@@ -62,7 +62,10 @@ def test_killed_while_starting(vlens):
 
 def test_killed_during_a_query(vlens):
     client = vlens.capturing("sleep 20")
-    killed(vlens.in_state("busy")["pid"])
+    pid = vlens.in_state("busy")["pid"]
+    # Until the client has heard that it runs, it is an engine that starts.
+    time.sleep(0.5)
+    killed(pid)
     told(finish(client), 1, "the engine ended during the query", "hint: the next command starts a new one")
     assert vlens.alive() == []
     works(vlens)
