@@ -260,13 +260,17 @@ def test_stop_where_none_runs_says_so(vlens):
     assert (done.code, done.out, done.err) == (0, "", "no engine runs\n")
 
 
-def test_stop_lets_the_running_query_answer(vlens):
-    client = vlens.capturing("sleep 2")
+def test_stop_breaks_off_the_running_query_and_its_asker_is_told(vlens):
+    client = vlens.capturing("sleep 20")
     vlens.in_state("busy")
+    time.sleep(0.5)
     stopped = vlens.run("engine", "stop")
     assert stopped.err == f"stopped 1 engine: pid {vlens.started[0]['pid']}\n"
     assert vlens.alive() == []
-    assert finish(client).answer == vlens.right("sleep 2")
+    done = finish(client)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("error: the engine ended during the query"), done.err
+    assert vlens.capture().answer == vlens.right("hello")
 
 
 def test_a_daemon_whose_folder_is_gone_ends(vlens):
