@@ -82,10 +82,21 @@ class CaptureQuery:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> CaptureQuery:
-        prompts = tuple(
-            Prompt(**{**p, "tokens": None if p["tokens"] is None else tuple(p["tokens"])}) for p in fields["prompts"]
-        )
-        return cls(**{**fields, "prompts": prompts, "hooks": tuple(fields["hooks"])})
+        return cls(**{**fields, "prompts": tuple(map(_prompt, fields["prompts"])), "hooks": _texts(fields["hooks"])})
+
+
+def _prompt(fields: dict[str, Any]) -> Prompt:
+    """A prompt that crossed the wire. Raises TypeError, KeyError or AttributeError for another shape."""
+    text, tokens = fields["text"], fields["tokens"]
+    if not (isinstance(text, str) if tokens is None else text is None and all(type(t) is int for t in tokens)):
+        raise TypeError("a prompt has either text or token ids")
+    return Prompt(**{**fields, "tokens": None if tokens is None else tuple(tokens)})
+
+
+def _texts(items: Any) -> tuple[str, ...]:
+    if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+        raise TypeError("hooks are a list of texts")
+    return tuple(items)
 
 
 @dataclass(frozen=True)

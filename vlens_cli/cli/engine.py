@@ -77,9 +77,12 @@ def stop(model: str | None) -> None:
     vlens engine stop
     vlens engine stop -m ./my-model
     """
-    from vlens_cli.daemon import launch
+    from vlens_cli.daemon import launch, runtime
 
-    stopped = [launch.stop(home) for home in _homes(model)]
+    stopped = []
+    for home in _homes(model):
+        with runtime.locked(home, lambda text: None):
+            stopped.append(launch.stop(home))
     pids = [str(pid) for pid in stopped if pid is not None]
     output.say(f"stopped {len(pids)} engine{'s' * (len(pids) != 1)}: pid {', '.join(pids)}" if pids else "no engine runs")
 

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from vlens_cli.errors import (
     EXIT_BUG, EXIT_FAILED, EXIT_START, BugError, QueryError, StartError, UsageError, VlensError,
 )
-from vlens_cli.query import RUNNING, CaptureQuery, EngineSpec, Reply, StartQuery
+from vlens_cli.query import CaptureQuery, EngineSpec, Reply, StartQuery
 
 Show = Callable[[str], None]
 
@@ -53,11 +53,13 @@ def _ask_daemon(spec: EngineSpec, query: Any, progress: Show, into: BinaryIO | N
             answer = _converse(sock, home, query, progress, into, how)
         if answer is None:
             # It ended between the connection and the first word: its time was up.
+            _begin_again(into)
             continue
         if reason := answer.get("restart"):
             if attempt == 0:
                 print(f"note: restarting the engine: {reason}", file=sys.stderr)
             launch.clear_outdated(home, progress)
+            _begin_again(into)
             continue
         if error := answer.get("error"):
             raise _error(error)
@@ -75,7 +77,7 @@ def _converse(sock: Any, home: Any, query: Any, progress: Show, into: BinaryIO |
     frame = {"protocol": wire.PROTOCOL, "version": runtime.version(), "verb": verb, "query": query.as_json(),
              "keep_alive": how.keep_alive}
     deadline = None if how.timeout is None else time.monotonic() + how.timeout
-    heard = ""
+    phase = ""
     try:
         wire.send(sock, frame, into.fileno() if into is not None else None)
         while True:
@@ -83,21 +85,29 @@ def _converse(sock: Any, home: Any, query: Any, progress: Show, into: BinaryIO |
             frame = wire.receive(sock)
             if frame.get("final"):
                 return frame
-            heard = frame["progress"]
-            progress(heard)
+            phase = frame["phase"]
+            progress(frame["progress"])
     except TimeoutError as fault:
         raise launch.timed_out(home, how.timeout) from fault
     except wire.WireError as fault:
-        if not heard:
+        if not phase:
             return None
-        raise launch.died(home) if heard != RUNNING else _broken_off(home) from fault
+        raise (launch.died(home) if phase == "start" else _broken_off(home, phase)) from fault
 
 
-def _broken_off(home: Any) -> QueryError:
+def _begin_again(into: BinaryIO | None) -> None:
+    """Whoever did not finish may have written already."""
+    if into is not None:
+        into.seek(0)
+        into.truncate()
+
+
+def _broken_off(home: Any, phase: str) -> QueryError:
     from vlens_cli.daemon import runtime
 
     tail = runtime.log_tail(home.log, 1)
-    return QueryError("the engine ended during the query" + (f": {tail.strip()[:300]}" if tail else ""),
+    when = "during the query" if phase == "run" else "before this query's turn"
+    return QueryError(f"the engine ended {when}" + (f": {tail.strip()[:300]}" if tail else ""),
                       code="engine_died", hint="the next command starts a new one")
 
 

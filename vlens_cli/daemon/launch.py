@@ -169,6 +169,8 @@ def stop(home: runtime.Home) -> int | None:
             with sock:
                 wire.send(sock, {"verb": "stop"})
                 wire.receive(sock)
+                # It answers what it is at, and ends by itself.
+                _gone(status, STOP_PATIENCE)
     except (QueryError, StartError, wire.WireError, TimeoutError):
         pass
     end(status)
@@ -186,8 +188,15 @@ def end(status: runtime.Status) -> None:
             os.killpg(status.pid, number)
         except ProcessLookupError:
             return
-        deadline = time.monotonic() + patience
-        while time.monotonic() < deadline:
-            if runtime.process_start(status.pid) != status.started:
-                return
-            time.sleep(0.01)
+        if _gone(status, patience):
+            return
+
+
+def _gone(status: runtime.Status, patience: float) -> bool:
+    """Wait for a process to end; whether it has."""
+    deadline = time.monotonic() + patience
+    while runtime.process_start(status.pid) == status.started:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True

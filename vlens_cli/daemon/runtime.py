@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import sys
@@ -24,7 +25,7 @@ from vlens_cli import __version__, env
 from vlens_cli.errors import StartError
 from vlens_cli.query import EngineSpec
 
-# sun_path holds 108 bytes with its end; the socket is bound under a name one character longer, then renamed.
+# sun_path holds 108 bytes with its end.
 LONGEST_SOCKET = 106
 # Files of a model folder that decide what is loaded.
 MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".jinja", ".txt", ".tiktoken")
@@ -90,7 +91,11 @@ class Home:
         return status if status is not None and process_start(status.pid) == status.started else None
 
     def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Take the folder away in one step: another process may make it anew while its files are removed."""
+        gone = self.folder.with_name(f"{self.folder.name}.gone-{os.getpid()}")
+        with suppress(OSError):
+            self.folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 @contextmanager
@@ -112,7 +117,8 @@ def home(fingerprint: str) -> Home:
 
 def homes() -> list[Home]:
     """Every engine's folder, oldest first."""
-    folders = [path for path in directory().iterdir() if path.is_dir()]
+    # Whatever else lies in a folder that the user has named is not ours to end or remove.
+    folders = [path for path in directory().iterdir() if re.fullmatch(r"[0-9a-f]{16}", path.name) and path.is_dir()]
     return [Home(path) for path in sorted(folders, key=_modified)]
 
 

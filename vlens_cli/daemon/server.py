@@ -8,7 +8,9 @@ connection, hears what is being waited for, and gets the reason if it does not s
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import queue
 import select
@@ -17,13 +19,14 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from vlens_cli.daemon import local, runtime, wire
 from vlens_cli.errors import BugError, QueryError, VlensError
-from vlens_cli.query import CaptureQuery, EngineSpec, StartQuery
+from vlens_cli.query import RUNNING, CaptureQuery, EngineSpec, StartQuery
 
 # A client writes its query at once; who connects and says nothing is let go.
 PATIENCE = 10.0
@@ -31,6 +34,9 @@ PATIENCE = 10.0
 TICK = 0.25
 BACKLOG = 128
 FIRST_QUERY = 60.0
+# How long a reply to a slow reader may take.
+REPLY_PATIENCE = 60.0
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 QUERIES = {"capture": CaptureQuery, "start": StartQuery}
 
 
@@ -45,9 +51,15 @@ class Job:
     label: str
     events: queue.Queue[dict[str, Any]] = field(default_factory=queue.Queue)
     gone: threading.Event = field(default_factory=threading.Event)
+    told: threading.Event = field(default_factory=threading.Event)
 
-    def progress(self, text: str) -> None:
-        self.events.put({"progress": text})
+    def progress(self, text: str, phase: str = "") -> None:
+        """A line for the asker; `phase` says what is lost if this process ends now: wait, start or run."""
+        phase = phase or ("run" if text == RUNNING else "start")
+        self.events.put({"progress": text, "phase": phase})
+        if phase == "run":
+            # If the forward ends this process, the asker must know that it had begun, or it asks another engine.
+            self.told.wait(TICK)
 
 
 class Server:
@@ -63,6 +75,8 @@ class Server:
         self._idle_since = time.monotonic() + FIRST_QUERY
         self._running: tuple[Job, float] | None = None
         self._stopping = threading.Event()
+        self._open = 0
+        self._open_changed = threading.Condition()
         self._socket = self._listen()
         self._inode = os.stat(home.socket).st_ino
 
@@ -77,11 +91,22 @@ class Server:
             self._work(job)
             # The job holds the reply, and this name would hold it until the next one.
             del job
+        self.close()
+        self._send_away()
 
     def close(self) -> None:
         """Take the socket's name away first: who comes now starts a new engine instead of talking to a dying one."""
         if self._owns_socket():
             self._home.remove()
+
+    def _send_away(self) -> None:
+        """Tell those who still wait to ask another engine, and let all replies be sent before the process ends."""
+        deadline = time.monotonic() + REPLY_PATIENCE
+        with self._open_changed:
+            while self._open and time.monotonic() < deadline:
+                while not self._jobs.empty():
+                    self._jobs.get().events.put({"final": True, "restart": "the engine is stopping"})
+                self._open_changed.wait(TICK)
 
     def _listen(self) -> socket.socket:
         """Bind under another name and rename: whoever sees the socket can connect to it."""
@@ -112,7 +137,7 @@ class Server:
 
     def _idle_left(self) -> float | None:
         """Seconds until the time is up; None while a query runs or waits, and with `forever`."""
-        if self._keep_alive is None or self._running or not self._jobs.empty():
+        if self._keep_alive is None or self._running or self._open:
             return None
         return max(0.0, self._idle_since + self._keep_alive - time.monotonic())
 
@@ -126,18 +151,22 @@ class Server:
             frame = self._answer(job)
         except VlensError as error:
             frame = {"error": {**error.as_dict(), "exit": error.exit_code}}
+        except OSError as fault:
+            frame = {"error": _not_written(fault)} if job.file and fault.errno in DISK_FULL else self._bug(fault)
         except Exception as fault:
             # Whatever it is, it must reach the asker, and the engine must live for the others.
-            import traceback
-
-            traceback.print_exc()
-            bug = BugError(f"a bug in vlens: {type(fault).__name__}: {' '.join(str(fault).split())}",
-                           hint=f"the traceback is in {self._home.log}")
-            frame = {"error": {**bug.as_dict(), "exit": bug.exit_code}}
+            frame = self._bug(fault)
         self._keep_alive = job.keep_alive
         self._running = None
         self._idle_since = time.monotonic()
         job.events.put({"final": True, **frame})
+
+    def _bug(self, fault: Exception) -> dict[str, Any]:
+        """A fault of ours as an error frame; its traceback goes to the log."""
+        traceback.print_exception(fault)
+        bug = BugError(f"a bug in vlens: {type(fault).__name__}: {' '.join(str(fault).split())}",
+                       hint=f"the traceback is in {self._home.log}")
+        return {"error": {**bug.as_dict(), "exit": bug.exit_code}}
 
     def _answer(self, job: Job) -> dict[str, Any]:
         if self._session is None:
@@ -193,9 +222,12 @@ class Server:
 
     def _handle(self, connection: socket.socket, frame: dict[str, Any], descriptor: int | None) -> None:
         verb = frame.get("verb")
+        if not isinstance(verb, str):
+            raise QueryError(f"an unknown verb: {verb!r}", code="unknown_verb")
         if verb == "status":
             wire.send(connection, {"final": True, "reply": self.describe()})
         elif verb == "stop":
+            # The name goes first: who comes now starts a new engine instead of waiting for one that ends.
             self.close()
             self._stopping.set()
             wire.send(connection, {"final": True, "reply": {"pid": os.getpid()}})
@@ -206,17 +238,20 @@ class Server:
 
     def _enqueue(self, connection: socket.socket, verb: Any, frame: dict[str, Any], descriptor: int | None) -> None:
         job = _job(verb, frame, descriptor)
-        # Whoever stops or idles out took the socket's name away first: this query came in between, and is told so.
-        if self._stopping.is_set():
-            wire.send(connection, {"final": True, "restart": "the engine is stopping"})
-            return
-        if running := self._running:
-            job.progress(f"waiting: {running[0].label}, for {time.monotonic() - running[1]:.0f} s")
-        self._jobs.put(job)
+        with self._open_changed:
+            self._open += 1
         try:
+            if running := self._running:
+                job.progress(f"waiting: {running[0].label}, for {time.monotonic() - running[1]:.0f} s", "wait")
+            self._jobs.put(job)
             self._relay(connection, job)
         finally:
             job.gone.set()
+            if job.file is not None:
+                job.file.close()
+            with self._open_changed:
+                self._open -= 1
+                self._open_changed.notify_all()
 
     def _relay(self, connection: socket.socket, job: Job) -> None:
         """Send what the engine's thread says, until the last word, or until the asker has left."""
@@ -228,8 +263,10 @@ class Server:
                     return
                 continue
             # Long replies to a slow reader may take their time.
-            connection.settimeout(60 if event.get("final") else PATIENCE)
+            connection.settimeout(REPLY_PATIENCE if event.get("final") else PATIENCE)
             wire.send(connection, event)
+            if event.get("phase") == "run":
+                job.told.set()
             if event.get("final"):
                 return
 
@@ -237,7 +274,8 @@ class Server:
         """What `engine status` shows."""
         running = self._running
         session = self._session
-        state = "starting" if session is None or not session.started else "busy" if running else "idle"
+        started = session is not None and session.started
+        state = "idle" if not running else "busy" if started else "starting"
         return {
             "pid": os.getpid(), "model": self._spec.name, "folder": self._spec.model, "state": state,
             "doing": running[0].label if running else None,
@@ -257,10 +295,17 @@ def _job(verb: Any, frame: dict[str, Any], descriptor: int | None) -> Job:
         query = QUERIES[verb].from_json(frame["query"])
         keep_alive = frame["keep_alive"]
         keep_alive = None if keep_alive is None else float(keep_alive)
-    except (KeyError, TypeError, ValueError, AttributeError) as fault:
+        if keep_alive is not None and not 0 <= keep_alive < math.inf:
+            raise ValueError(f"keep_alive {keep_alive}")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as fault:
         raise QueryError(f"a query of another shape: {fault}", code="bad_frame") from fault
     file = os.fdopen(os.dup(descriptor), "wb") if descriptor is not None else None
     return Job(verb, query, keep_alive, file, label=f"{verb} of {query.summary()}")
+
+
+def _not_written(fault: OSError) -> dict[str, Any]:
+    error = QueryError(f"the file could not be written: {fault.strerror}", code="output_failed")
+    return {**error.as_dict(), "exit": error.exit_code}
 
 
 def _skew(frame: dict[str, Any]) -> str:
@@ -308,6 +353,7 @@ def main(folder: str, spec_json: str, keep_alive: str) -> None:
     try:
         server.serve()
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         server.close()
         sys.stdout.flush()
         # Nothing is left to save, an orderly end of vLLM takes seconds, and its memory is wanted.

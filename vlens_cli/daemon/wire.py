@@ -35,7 +35,8 @@ def send(sock: socket.socket, frame: dict[str, Any], descriptor: int | None = No
     packet = _LENGTH.pack(len(data)) + data
     try:
         sent = socket.send_fds(sock, [packet], [descriptor]) if descriptor is not None else 0
-        sock.sendall(memoryview(packet)[sent:])
+        if sent < len(packet):
+            sock.sendall(memoryview(packet)[sent:])
     except TimeoutError:
         raise
     except OSError as fault:
