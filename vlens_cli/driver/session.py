@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -87,10 +88,13 @@ class Session:
         progress(RUNNING)
         from vlens_cli.driver import blob
         requests = [Request(f.ids, want) for f, want in zip(fed, wants, strict=True)]
+        began = time.monotonic()
         results = driver.run(requests, self._cancelled, self._between)
+        forward = time.monotonic() - began
         n_rows = sum(len(c.positions) for r in results for c in r.captured.values())
         return Reply(
-            body=self._body(query, fed, wants, results, n_rows <= ROWS_BESIDE_FILE or into is None),
+            body=self._body(query, fed, wants, results, n_rows <= ROWS_BESIDE_FILE or into is None)
+            | {"seconds": {"forward": round(forward, 6)}},
             notes=tuple(dict.fromkeys([*self.plan.notes, *(note for f in fed for note in f.notes), *(
                 [] if n_rows <= ROWS_BESIDE_FILE or into is None else
                 [f"the statistics of {n_rows} rows are left out beside the file; without -o they are printed"])])),
