@@ -27,7 +27,7 @@ Progress = Callable[[str], None]
 # Characters or token ids.
 SMALL = 2000
 # Who writes a large file wants the file; statistics of more rows than these take longer than the file does.
-ROWS_BESIDE_FILE = 1000
+ROWS_BESIDE_FILE = 20_000
 # A capture is joined from its pieces, and cast: it may be there twice for a moment.
 MEMORY_SHARE = 0.4
 
