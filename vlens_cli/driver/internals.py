@@ -34,11 +34,6 @@ def step_segments(runner: Any) -> list[Segment]:
     return [Segment(r, offsets[n], offsets[n + 1], firsts[n]) for n, r in enumerate(requests)]
 
 
-def is_v1_runner(runner: Any) -> bool:
-    """Whether `step_segments` can read this runner (vLLM 0.26: the V2 runner keeps no `query_start_loc`)."""
-    return hasattr(runner, "input_batch") and hasattr(runner, "query_start_loc")
-
-
 def request_extra(new_request: Any) -> dict[str, Any]:
     """What the caller attached to a request through `SamplingParams.extra_args` (vLLM 0.26 to 0.32)."""
     params = new_request.sampling_params
