@@ -33,6 +33,8 @@ class Engine:
         self.model = tiny_model("llama", "tokenizer")
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("VLENS_")} | {
             "VLENS_RUNTIME": str(self.work / "run"), "VLENS_MODEL": str(self.model), "PYTHONPATH": str(ROOT),
+            # What a killed engine leaves goes with the rest.
+            "TMPDIR": str(self.work),
         }  # fmt: skip
         self.spec = EngineSpec(model=os.path.realpath(self.model), name="tiny")
 
