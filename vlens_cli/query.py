@@ -8,7 +8,7 @@ asker opened, as safetensors.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 SCHEMA_VERSION = 1
 # The progress line after which a query fails, and no longer the start of its engine.
@@ -50,6 +50,17 @@ class Prompt:
     system: str | None = None
 
 
+class Query(Protocol):
+    """One question. `verb` names it on the wire, and the module of `driver/` that answers it."""
+
+    verb: ClassVar[str]
+
+    def summary(self) -> str: ...
+    def as_json(self) -> dict[str, Any]: ...
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Query: ...
+
+
 @dataclass(frozen=True)
 class CaptureQuery:
     """`vlens capture`.
@@ -62,6 +73,8 @@ class CaptureQuery:
     save_dtype  cast what is written to a file (None: the engine's own dtype)
     one_chunk   refuse a prompt that needs more than one forward
     """
+
+    verb: ClassVar[str] = "capture"
 
     prompts: tuple[Prompt, ...]
     hooks: tuple[str, ...]
@@ -103,6 +116,8 @@ def _texts(items: Any) -> tuple[str, ...]:
 class StartQuery:
     """`vlens engine start`: nothing but an engine that is ready."""
 
+    verb: ClassVar[str] = "start"
+
     def summary(self) -> str:
         return "an engine"
 
@@ -112,6 +127,9 @@ class StartQuery:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> StartQuery:
         return cls()
+
+
+QUERIES: dict[str, type[Query]] = {query.verb: query for query in (CaptureQuery, StartQuery)}
 
 
 @dataclass(frozen=True)

@@ -52,14 +52,34 @@ class Engine:
         return self.run("capture", *(word for hook in HOOKS for word in ("--hook", hook)), "--values", *args, prompt)
 
     @property
-    def pids(self) -> list[int]:
+    def folders(self) -> list[Path]:
         (self.work / "run").mkdir(mode=0o700, exist_ok=True)
-        found = [runtime.Home(path).alive() for path in (self.work / "run").iterdir() if path.is_dir()]
+        return [path for path in (self.work / "run").iterdir() if path.is_dir()]
+
+    @property
+    def pids(self) -> list[int]:
+        found = [runtime.Home(path).alive() for path in self.folders]
         return [status.pid for status in found if status]
 
     def close(self) -> None:
         self.start("engine", "stop").communicate(timeout=60)
         shutil.rmtree(self.work, ignore_errors=True)
+
+
+def until(state, engine: Engine, asked: subprocess.Popen) -> None:
+    """Wait for a state of the engine, while `asked` waits for its answer: a slow machine is slow, not wrong."""
+    while not state(engine):
+        assert asked.poll() is None, asked.communicate()
+        time.sleep(0.05)
+
+
+def listens(engine: Engine) -> bool:
+    return bool(engine.pids)
+
+
+def busy(engine: Engine) -> bool:
+    described = launch.describe(runtime.Home(engine.folders[0])) if engine.folders else None
+    return bool(described) and described["state"] == "busy"
 
 
 def values(body: dict) -> dict:
@@ -119,16 +139,12 @@ def test_a_large_query_that_is_broken_off_frees_the_engine_and_leaves_it_as_it_w
     file = engine.work / "many.txt"
     file.write_text("\n".join(f"{n} " + "the city of towers " * 60 for n in range(300)))
     large = engine.start("capture", "--hook", "blocks.*.hook_resid_post", "--pos", "-1", "-f", str(file))
-    described = []
-    while not any(one and one["state"] == "busy" for one in described):
-        time.sleep(0.05)
-        assert large.poll() is None
-        described = [launch.describe(runtime.home(runtime.fingerprint(engine.spec)))]
+    until(busy, engine, large)
     small = time.monotonic()
     assert asking("The Eiffel Tower") == before, "a small query between two pieces"
-    assert time.monotonic() - small < 20 and large.poll() is None
+    assert time.monotonic() - small < 60 and large.poll() is None
     large.send_signal(signal.SIGINT)
-    assert large.wait(10) == 130
+    assert large.wait(60) == 130
     large.communicate()
     assert asking("The Eiffel Tower") == before
 
@@ -152,15 +168,14 @@ def test_killed_it_is_missed_at_once_and_the_next_command_works(engine, when):
         file = engine.work / "long.txt"
         file.write_text("\n".join("the city of towers " * 60 for n in range(300)))
         asked = engine.start("capture", "--hook", "logits[pos=-1]", "-f", str(file))
-        time.sleep(2)
+        until(busy, engine, asked)
     else:
         asked = engine.start("capture", "--hook", "logits", "cold")
-        while not engine.pids:
-            time.sleep(0.05)
+        until(listens, engine, asked)
         time.sleep(1)
     (pid,) = engine.pids
     os.kill(pid, signal.SIGKILL)
-    out, err = asked.communicate(timeout=10)
+    out, err = asked.communicate(timeout=60)
     assert asked.returncode == (1 if when == "during a query" else 3), err
     assert out == "" and "the engine ended" in err and "hint: " in err
     assert engine.capture("again")["prompts"][0]["tokens"]

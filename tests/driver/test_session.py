@@ -30,7 +30,7 @@ def opened(tiny):
 
 
 def ask(one: session.Session, *hooks: str, prompts=(Prompt(text=TEXT),), **fields):
-    return one.capture(CaptureQuery(prompts=prompts, hooks=hooks or ("logits",), **fields), lambda text: None)
+    return one.answer(CaptureQuery(prompts=prompts, hooks=hooks or ("logits",), **fields), lambda text: None)
 
 
 def test_a_capture_that_memory_cannot_hold_is_refused_with_both_numbers(opened, monkeypatch):

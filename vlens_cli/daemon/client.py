@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from vlens_cli.errors import (
     EXIT_BUG, EXIT_FAILED, EXIT_START, BugError, QueryError, StartError, UsageError, VlensError,
 )
-from vlens_cli.query import CaptureQuery, EngineSpec, Reply, StartQuery
+from vlens_cli.query import EngineSpec, Query, Reply
 
 Show = Callable[[str], None]
 
@@ -27,13 +27,13 @@ class Asking:
 
 
 def ask(
-    spec: EngineSpec, query: CaptureQuery | StartQuery, progress: Show = lambda text: None,
+    spec: EngineSpec, query: Query, progress: Show = lambda text: None,
     into: BinaryIO | None = None, how: Asking = Asking(),
 ) -> Reply:
     """Run one query to its end. `progress` gets a line whenever something long begins; tensors are written into the
     open file `into`.
 
-    Raises the errors of `Session.capture`; StartError where no engine is installed or it does not start; QueryError
+    Raises the errors of `Session.answer`; StartError where no engine is installed or it does not start; QueryError
     where the engine ends or does not answer in time.
     """
     if how.daemon:
@@ -43,7 +43,7 @@ def ask(
     return local.ask(spec, query, progress, into)
 
 
-def _ask_daemon(spec: EngineSpec, query: Any, progress: Show, into: BinaryIO | None, how: Asking) -> Reply:
+def _ask_daemon(spec: EngineSpec, query: Query, progress: Show, into: BinaryIO | None, how: Asking) -> Reply:
     from vlens_cli.daemon import launch, runtime
 
     home = runtime.home(runtime.fingerprint(spec))
@@ -68,13 +68,12 @@ def _ask_daemon(spec: EngineSpec, query: Any, progress: Show, into: BinaryIO | N
                      hint="`vlens engine log` shows what it said")
 
 
-def _converse(sock: Any, home: Any, query: Any, progress: Show, into: BinaryIO | None, how: Asking
+def _converse(sock: Any, home: Any, query: Query, progress: Show, into: BinaryIO | None, how: Asking
               ) -> dict[str, Any] | None:
     """Send the query and hear it out: the last frame, or None where the engine ended without a word."""
     from vlens_cli.daemon import launch, runtime, wire
 
-    verb = "start" if isinstance(query, StartQuery) else "capture"
-    frame = {"protocol": wire.PROTOCOL, "version": runtime.version(), "verb": verb, "query": query.as_json(),
+    frame = {"protocol": wire.PROTOCOL, "version": runtime.version(), "verb": query.verb, "query": query.as_json(),
              "keep_alive": how.keep_alive}
     deadline = None if how.timeout is None else time.monotonic() + how.timeout
     phase = ""

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from vlens_cli.driver.quiet import engine_output
-from vlens_cli.query import CaptureQuery, EngineSpec, Reply, StartQuery
+from vlens_cli.query import EngineSpec, Query, Reply
 
 if TYPE_CHECKING:
     from vlens_cli.driver.session import Session
 
 
-def ask(spec: EngineSpec, query: CaptureQuery | StartQuery, progress: Callable[[str], None],
-        into: BinaryIO | None) -> Reply:
+def ask(spec: EngineSpec, query: Query, progress: Callable[[str], None], into: BinaryIO | None) -> Reply:
     """Run one query on an engine of its own. Raises what `Session.answer` raises, and StartError."""
     with engine_output():
         return open_session(spec).answer(query, progress, into)

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 
 from vlens_cli.daemon import local, runtime, wire
 from vlens_cli.errors import BugError, QueryError, VlensError
-from vlens_cli.query import RUNNING, CaptureQuery, EngineSpec, StartQuery
+from vlens_cli.query import QUERIES, RUNNING, EngineSpec
 
 # A client writes its query at once; who connects and says nothing is let go.
 PATIENCE = 10.0
@@ -37,7 +37,6 @@ FIRST_QUERY = 60.0
 # How long a reply to a slow reader may take.
 REPLY_PATIENCE = 60.0
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-QUERIES = {"capture": CaptureQuery, "start": StartQuery}
 
 
 @dataclass(eq=False)
@@ -172,6 +171,9 @@ class Server:
         if self._session is None:
             job.progress("reading the model's settings")
             self._session = local.open_session(self._spec)
+        elif self._session.started:
+            # From here on its end is this query's failure, also while a long file is tokenized.
+            job.progress(RUNNING)
         self._session.watch(job.gone.is_set, self._between)
         return {"reply": self._session.answer(job.query, job.progress, job.file).as_json()}
 

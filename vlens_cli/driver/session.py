@@ -5,20 +5,20 @@ torch and vLLM are imported when the engine is started: a query that is refused 
 
 from __future__ import annotations
 
-import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from vlens_cli import __version__, checkpoint, hooks
+from vlens_cli import checkpoint
 from vlens_cli.driver import boot
-from vlens_cli.driver.base import Request, Result, Want
+from vlens_cli.driver.base import Request, Result
 from vlens_cli.driver.tokens import Fed, Tokens
 from vlens_cli.errors import PromptError, UsageError
 from vlens_cli.families import catalog_for, check_checkpoint
-from vlens_cli.query import RUNNING, SCHEMA_VERSION, CaptureQuery, EngineSpec, Reply, StartQuery
+from vlens_cli.query import RUNNING, EngineSpec, Prompt, Query, Reply, StartQuery
 
 if TYPE_CHECKING:
     from vlens_cli.driver.vllm_driver import VLLMDriver
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 # Characters or token ids.
 SMALL = 2000
-# Who writes a large file wants the file; statistics of more rows than these take longer than the file does.
-ROWS_BESIDE_FILE = 20_000
 # A capture is joined from its pieces, and cast: it may be there twice for a moment.
 MEMORY_SHARE = 0.4
 
@@ -70,37 +68,27 @@ class Session:
         prompts = getattr(query, "prompts", ())
         return sum(len(p.text or p.tokens or ()) for p in prompts) <= SMALL
 
-    def answer(self, query: CaptureQuery | StartQuery, progress: Progress, into: BinaryIO | None = None) -> Reply:
-        """Answer any query. Raises UsageError before any engine starts, StartError, QueryError."""
+    def answer(self, query: Query, progress: Progress, into: BinaryIO | None = None) -> Reply:
+        """Answer any query, its tensors into the open file `into`. Raises UsageError before any engine starts,
+        StartError, QueryError."""
         if isinstance(query, StartQuery):
             self.driver(progress)
             return Reply({"model": self.model_body()}, self.plan.notes)
-        return self.capture(query, progress, into)
+        return import_module(f"vlens_cli.driver.{query.verb}").answer(self, query, progress, into)
 
-    def capture(self, query: CaptureQuery, progress: Progress, into: BinaryIO | None = None) -> Reply:
-        """Answer `vlens capture`, its tensors into the open file `into`. Raises UsageError before any engine starts, StartError, QueryError."""
-        fed = [self.tokens.feed(prompt, query.bos) for prompt in query.prompts]
-        wants = self._wants(query, fed)
+    def feed(self, prompts: Sequence[Prompt], bos: bool | None, one_chunk: bool = False) -> list[Fed]:
+        """The tokens of each prompt. Raises PromptError for what this engine does not take."""
+        fed = [self.tokens.feed(prompt, bos) for prompt in prompts]
         for one in fed:
-            self._check(one, query.one_chunk)
-        self._check_size(fed, wants)
+            self._check(one, one_chunk)
+        return fed
+
+    def run(self, requests: Sequence[Request], progress: Progress) -> tuple[list[Result], float]:
+        """(results in order, seconds that their forwards took), by the engine, which the first call starts."""
         driver = self.driver(progress)
         progress(RUNNING)
-        from vlens_cli.driver import blob
-        requests = [Request(f.ids, want) for f, want in zip(fed, wants, strict=True)]
         began = time.monotonic()
-        results = driver.run(requests, self._cancelled, self._between)
-        forward = time.monotonic() - began
-        n_rows = sum(len(c.positions) for r in results for c in r.captured.values())
-        return Reply(
-            body=self._body(query, fed, wants, results, n_rows <= ROWS_BESIDE_FILE or into is None)
-            | {"seconds": {"forward": round(forward, 6)}},
-            notes=tuple(dict.fromkeys([*self.plan.notes, *(note for f in fed for note in f.notes), *(
-                [] if n_rows <= ROWS_BESIDE_FILE or into is None else
-                [f"the statistics of {n_rows} rows are left out beside the file; without -o they are printed"])])),
-            saved=None if into is None else blob.write_capture(
-                into, self.spec, self.plan.dtype, self.catalog, fed, wants, results, query.save_dtype),
-        )
+        return driver.run(requests, self._cancelled, self._between), time.monotonic() - began
 
     def driver(self, progress: Progress) -> VLLMDriver:
         """The engine, started by the first call."""
@@ -126,17 +114,6 @@ class Session:
             self._driver.close()
             self._driver = None
 
-    def _wants(self, query: CaptureQuery, fed: list[Fed]) -> list[dict[str, Want]]:
-        requests = [hooks.parse(text) for text in query.hooks]
-        selected = hooks.resolve(requests, self.catalog, pos=query.pos, head=query.head, dim=query.dim)
-        return [{s.name: Want(self._positions(s, f), s.head, s.dim) for s in selected} for f in fed]
-
-    def _positions(self, selected: hooks.Selected, fed: Fed) -> tuple[int, ...] | None:
-        if selected.pos is None:
-            return None
-        tokens = tuple(text or "" for text in fed.texts)
-        return hooks.positions(selected.pos, len(fed.ids), lambda text: self.tokens.spans(fed, text), tokens=tokens)
-
     def _check(self, fed: Fed, one_chunk: bool) -> None:
         boot.check_tokens(fed.ids, self.catalog.dims.d_vocab, self.plan)
         if one_chunk and len(fed.ids) > self.plan.chunk:
@@ -145,51 +122,12 @@ class Session:
                 hint=f"leave out --one-chunk, or use --chunk {len(fed.ids)}", code="more_than_one_chunk",
             )
 
-    def _check_size(self, fed: list[Fed], wants: list[dict[str, Want]]) -> None:
+    def check_memory(self, n_bytes: int) -> None:
         """Refuse what would not fit into memory, before the forward that fills it."""
-        n_bytes = boot.BYTES[self.plan.dtype] * sum(
-            self._numbers(name, want, len(f.ids)) for f, wanted in zip(fed, wants, strict=True)
-            for name, want in wanted.items()
-        )
         free = available_bytes()
         if n_bytes > free * MEMORY_SHARE:
-            raise UsageError(f"this capture takes {n_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free",
+            raise UsageError(f"this query takes {n_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free",
                              hint="ask for fewer hooks, positions or prompts at once", code="too_large")
-
-    def _numbers(self, name: str, want: Want, n_tokens: int) -> int:
-        rows = n_tokens if want.positions is None else len(want.positions)
-        axes = self.catalog.axes(name)[1:]
-        sizes = [self.catalog.size(axis) for axis in axes]
-        if want.dims is not None:
-            sizes[-1] = len(want.dims)
-        if want.heads is not None:
-            sizes[-2] = len(want.heads)
-        return rows * math.prod(sizes)
-
-    def _body(self, query: CaptureQuery, fed: list[Fed], wants: list[dict[str, Want]], results: list[Result],
-              rows: bool) -> dict[str, Any]:
-        from vlens_cli.driver import summary
-
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "command": "capture",
-            "vlens": __version__,
-            "model": self.model_body(),
-            "prompts": [
-                {
-                    "text": f.text,
-                    "chunks": result.chunks,
-                    "tokens": [{"pos": n, "id": i, "text": t, "piece": p}
-                               for n, (i, t, p) in enumerate(zip(f.ids, f.texts, f.pieces, strict=True))],
-                    "hooks": {
-                        name: summary.hook_body(captured, want[name], self.catalog.axes(name),
-                                                self.catalog.derived(name), query.values, rows, self.tokens.text_of)
-                        for name, captured in result.captured.items()
-                    },
-                }
-                for f, want, result in zip(fed, wants, results, strict=True)
-            ],
-        }
 
     def model_body(self) -> dict[str, Any]:
         """The `model` object of every reply."""

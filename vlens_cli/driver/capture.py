@@ -1,0 +1,99 @@
+"""Answers `vlens capture`: activations of prompts, at hook points."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from vlens_cli import __version__, hooks
+from vlens_cli.driver import boot
+from vlens_cli.driver.base import Request, Result, Want
+from vlens_cli.driver.tokens import Fed
+from vlens_cli.query import SCHEMA_VERSION, CaptureQuery, Reply
+
+if TYPE_CHECKING:
+    from vlens_cli.driver.session import Progress, Session
+    from vlens_cli.families import Catalog
+
+# Who writes a large file wants the file; statistics of more rows than these take longer than the file does.
+ROWS_BESIDE_FILE = 20_000
+
+
+def answer(session: Session, query: CaptureQuery, progress: Progress, into: BinaryIO | None) -> Reply:
+    """Raises UsageError before any engine starts, StartError, QueryError."""
+    fed = session.feed(query.prompts, query.bos, query.one_chunk)
+    asked = hooks.resolve(map(hooks.parse, query.hooks), session.catalog, pos=query.pos, head=query.head, dim=query.dim)
+    wants = [{s.name: Want(positions_of(session, s, f), s.head, s.dim) for s in asked} for f in fed]
+    session.check_memory(size(session, fed, wants))
+    results, seconds = session.run([Request(f.ids, want) for f, want in zip(fed, wants, strict=True)], progress)
+    from vlens_cli.driver import blob
+
+    n_rows = sum(len(c.positions) for r in results for c in r.captured.values())
+    with_rows = n_rows <= ROWS_BESIDE_FILE or into is None
+    left_out = [] if with_rows else [
+        f"the statistics of {n_rows} rows are left out beside the file; without -o they are printed"]
+    return Reply(
+        body=_body(session, query, fed, wants, results, with_rows) | {"seconds": {"forward": round(seconds, 6)}},
+        notes=tuple(dict.fromkeys([*session.plan.notes, *(note for f in fed for note in f.notes), *left_out])),
+        saved=None if into is None else blob.write_capture(
+            into, session.spec, session.plan.dtype, session.catalog, fed, wants, results, query.save_dtype),
+    )
+
+
+def positions_of(session: Session, selected: hooks.Selected, fed: Fed) -> tuple[int, ...] | None:
+    """The positions that a selection means in one prompt; None for all."""
+    if selected.pos is None:
+        return None
+    tokens = tuple(text or "" for text in fed.texts)
+    return hooks.positions(selected.pos, len(fed.ids), lambda text: session.tokens.spans(fed, text), tokens=tokens)
+
+
+def size(session: Session, fed: Sequence[Fed], wants: Sequence[dict[str, Want]]) -> int:
+    """Bytes of what is asked."""
+    return boot.BYTES[session.plan.dtype] * sum(
+        _numbers(session.catalog, name, want, len(f.ids)) for f, wanted in zip(fed, wants, strict=True)
+        for name, want in wanted.items()
+    )
+
+
+def _numbers(catalog: Catalog, name: str, want: Want, n_tokens: int) -> int:
+    rows = n_tokens if want.positions is None else len(want.positions)
+    sizes = [catalog.size(axis) for axis in catalog.axes(name)[1:]]
+    if want.dims is not None:
+        sizes[-1] = len(want.dims)
+    if want.heads is not None:
+        sizes[-2] = len(want.heads)
+    return rows * math.prod(sizes)
+
+
+def token_rows(fed: Fed) -> list[dict[str, Any]]:
+    """The `tokens` list of a reply."""
+    return [{"pos": n, "id": i, "text": t, "piece": p}
+            for n, (i, t, p) in enumerate(zip(fed.ids, fed.texts, fed.pieces, strict=True))]
+
+
+def _body(session: Session, query: CaptureQuery, fed: Sequence[Fed], wants: Sequence[dict[str, Want]],
+          results: Sequence[Result], rows: bool) -> dict[str, Any]:
+    from vlens_cli.driver import summary
+
+    catalog = session.catalog
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "command": "capture",
+        "vlens": __version__,
+        "model": session.model_body(),
+        "prompts": [
+            {
+                "text": f.text,
+                "chunks": result.chunks,
+                "tokens": token_rows(f),
+                "hooks": {
+                    name: summary.hook_body(captured, want[name], catalog.axes(name), catalog.derived(name),
+                                            query.values, rows, session.tokens.text_of)
+                    for name, captured in result.captured.items()
+                },
+            }
+            for f, want, result in zip(fed, wants, results, strict=True)
+        ],
+    }
