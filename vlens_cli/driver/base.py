@@ -31,13 +31,37 @@ class Want:
         return cls(**{key: None if value is None else tuple(value) for key, value in fields.items()})
 
 
+@dataclass(frozen=True, eq=False)
+class Edit:
+    """One change of one hook point in one request: rows x become `keep * x + value + along * proj(x)`, where proj(x) is
+    the part of x along `direction`, (x . d / d . d) d.
+
+    positions    absolute positions (None: every fed token, generated ones included)
+    heads, dims  indices along the head axis and the last axis (None: all); nothing else is touched
+    keep         factor of what is there, a number or a tensor that broadcasts as `value` does; 0 replaces it unread
+    value        what is added, a number or a tensor: one selected row [(heads,) dims], or one for each of `positions`
+                 [positions, (heads,) dims]
+    direction    [dims] over the last axis; `along` is the factor of the projection on it
+    """
+
+    name: str
+    positions: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    dims: tuple[int, ...] | None = None
+    keep: float | torch.Tensor = 1.0
+    value: float | torch.Tensor | None = None
+    direction: torch.Tensor | None = None
+    along: float = 0.0
+
+
 @dataclass(frozen=True)
 class Request:
-    """One prompt's token ids and what to keep of its forward, by canonical hook name."""
+    """One prompt's token ids, what to keep of its forward, by canonical hook name, and what to change in it, in order."""
 
     tokens: tuple[int, ...]
     capture: dict[str, Want] = field(default_factory=dict)
     max_new_tokens: int = 1
+    edits: tuple[Edit, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,11 +74,13 @@ class Captured:
 
 @dataclass(frozen=True)
 class Result:
-    """One request's answer. `chunks` counts the forwards that its prompt and decode steps took."""
+    """One request's answer. `chunks` counts the forwards that its prompt and decode steps took, `fired` how many
+    forwards each of its edits was applied in, in their order."""
 
     captured: dict[str, Captured]
     new_tokens: tuple[int, ...]
     chunks: int
+    fired: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,8 @@ class VLLMDriver:
     def _check(self, request: Request) -> None:
         if self._llm is None:
             raise UsageError("this driver is closed", code="closed")
+        if request.edits:
+            raise UsageError("this version of the driver takes no interventions")
         boot.check_tokens(request.tokens, self.catalog.dims.d_vocab, self.plan, request.max_new_tokens)
         for name in request.capture:
             if name in self.non_fireable_hook_points:
