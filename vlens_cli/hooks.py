@@ -69,8 +69,7 @@ class Text:
     nth: int | None = None
 
     def __str__(self) -> str:
-        quoted = self.text.translate({ord(char): f"\\{letter}" for letter, char in _ESCAPES.items() if char != "'"})
-        return f'"{quoted}"' + (f"#{self.nth}" if self.nth else "")
+        return quoted(self.text) + (f"#{self.nth}" if self.nth else "")
 
 
 @dataclass(frozen=True)
@@ -87,6 +86,11 @@ Item = Index | Slice | Text | Part
 Items = tuple[Item, ...]
 
 
+def selectors(**chosen: Items | None) -> str:
+    """Selectors in brackets, as they parse."""
+    return "".join(f"[{axis}={','.join(map(str, items))}]" for axis, items in chosen.items() if items)
+
+
 @dataclass(frozen=True)
 class HookRequest:
     """One hook as typed; `str()` prints it in one spelling, which parses to an equal request."""
@@ -98,8 +102,7 @@ class HookRequest:
     dim: Items | None = None
 
     def __str__(self) -> str:
-        given = (("pos", self.pos), ("head", self.head), ("dim", self.dim))
-        return self.pattern + "".join(f"[{axis}={','.join(map(str, items))}]" for axis, items in given if items)
+        return self.pattern + selectors(pos=self.pos, head=self.head, dim=self.dim)
 
 
 @dataclass(frozen=True)
@@ -118,12 +121,19 @@ _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\", '"': '"', "'": "'"}
 _INT = r"-?[0-9]{1,15}"  # longer than any index, and short of Python's limit for int()
 
 
+def quoted(text: str) -> str:
+    """A text in double quotes, as it parses."""
+    escaped = text.translate({ord(char): f"\\{letter}" for letter, char in _ESCAPES.items() if char != "'"})
+    return f'"{escaped}"'
+
+
 class Reader:
     """A place in a text that is being parsed; its faults show the text with a caret under the place."""
 
-    def __init__(self, text: str, at: int = 0) -> None:
+    def __init__(self, text: str, at: int = 0, code: str = "hook_grammar") -> None:
         self.text = text
         self.at = at
+        self._code = code
 
     def take(self, pattern: str) -> str | None:
         """What the pattern matches here, and go past it; None where it does not."""
@@ -146,7 +156,7 @@ class Reader:
     def fault(self, message: str, at: int | None = None, hint: str = "") -> HookError:
         at = self.at if at is None else at
         flat = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in self.text)
-        return HookError(f"{message}\n  {flat}\n  {' ' * at}^", hint=hint, code="hook_grammar")
+        return HookError(f"{message}\n  {flat}\n  {' ' * at}^", hint=hint, code=self._code)
 
 
 @dataclass(frozen=True)
@@ -181,6 +191,12 @@ def read_hook(reader: Reader) -> HookRequest:
     start = reader.at
     _read_name(reader)
     pattern = reader.text[start : reader.at]
+    chosen = read_selectors(reader)
+    return HookRequest(reader.text[start : reader.at], pattern, **chosen)
+
+
+def read_selectors(reader: Reader) -> dict[str, Items]:
+    """The selectors in brackets at the reader's place, by axis."""
     chosen: dict[str, Items] = {}
     while reader.take(r"\["):
         at = reader.at
@@ -190,7 +206,7 @@ def read_hook(reader: Reader) -> HookRequest:
         reader.expect(r"=", f"`=` after {axis}")
         chosen[axis] = _read_items(reader, axis)
         reader.expect(r"\]", "`,` or `]`")
-    return HookRequest(reader.text[start : reader.at], pattern, **chosen)
+    return chosen
 
 
 def looks_like_hook(text: str) -> bool:
@@ -267,15 +283,9 @@ def _read_item(reader: Reader, axis: str) -> Item:
 
 def _read_text(reader: Reader, quote: str) -> Text:
     opened = reader.at - 1
-    body = reader.take(rf"(?:[^\\{quote}]|\\.)*")
-    if not reader.take(quote):
-        raise reader.fault("this quote is not closed", opened)
-    for escape in re.finditer(r"\\(.)", body or "", re.DOTALL):
-        if escape[1] not in _ESCAPES:
-            raise reader.fault(r"this is not an escape; \n \t \\ \" and \' are", opened + 1 + escape.start())
-    if not body:
+    text = read_quoted(reader, quote)
+    if not text:
         raise reader.fault("an empty text selects nothing", opened)
-    text = re.sub(r"\\(.)", lambda escape: _ESCAPES[escape[1]], body, flags=re.DOTALL)
     if not reader.take("#"):
         return Text(text)
     at = reader.at
@@ -283,6 +293,18 @@ def _read_text(reader: Reader, quote: str) -> Text:
     if nth is None or nth < 1:
         raise reader.fault("expected the number of the occurrence, from 1", at)
     return Text(text, nth)
+
+
+def read_quoted(reader: Reader, quote: str) -> str:
+    """The text up to the closing quote; the reader stands after the opening one."""
+    opened = reader.at - 1
+    body = reader.take(rf"(?:[^\\{quote}]|\\.)*")
+    if not reader.take(quote):
+        raise reader.fault("this quote is not closed", opened)
+    for escape in re.finditer(r"\\(.)", body or "", re.DOTALL):
+        if escape[1] not in _ESCAPES:
+            raise reader.fault(r"this is not an escape; \n \t \\ \" and \' are", opened + 1 + escape.start())
+    return re.sub(r"\\(.)", lambda escape: _ESCAPES[escape[1]], body or "", flags=re.DOTALL)
 
 
 def _junk(reader: Reader) -> HookError:
