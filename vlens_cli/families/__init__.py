@@ -20,11 +20,10 @@ Light: no torch, so that the client can check names, layers and heads before any
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from vlens_cli.errors import BugError, StartError
@@ -226,11 +225,13 @@ def _of_layers(pattern: str, n_layers: int) -> list[str]:
 
 
 def family_of(architectures: list[str]) -> Family:
-    """The family of the first architecture named that any family knows."""
+    """The family of the first architecture named that any family knows.
+
+    Files that do not hold the name are not parsed: there are many, and each command looks for one.
+    """
     for architecture in architectures:
         for name in FAMILIES:
-            family = load(name)
-            if architecture in family.classes:
+            if f'"{architecture}"' in _text(name) and architecture in (family := load(name)).classes:
                 return family
     known = ", ".join(c for name in FAMILIES for c in load(name).classes)
     raise StartError(
@@ -238,6 +239,11 @@ def family_of(architectures: list[str]) -> Family:
         hint=f"this version of vlens reads {known}",
         code="unknown_family",
     )
+
+
+@cache
+def _text(name: str) -> str:
+    return (Path(__file__).parent / f"{name}.toml").read_text(encoding="utf-8")
 
 
 @cache
@@ -263,8 +269,10 @@ def load(name: str) -> Family:
 
 
 def _fields(name: str) -> dict[str, Any]:
-    text = resources.files(__package__).joinpath(f"{name}.toml").read_text(encoding="utf-8")
-    own = tomllib.loads(text)
+    # Its import takes longer than what it reads here.
+    import tomllib
+
+    own = tomllib.loads(_text(name))
     if "like" not in own:
         return own
     base = _fields(own["like"])
