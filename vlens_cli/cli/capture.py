@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any
 
 import click
 
 from vlens_cli import hooks
-from vlens_cli.cli import options, output, prompts, render
-from vlens_cli.errors import BugError, UsageError
-from vlens_cli.query import CaptureQuery, EngineSpec, Reply
-
-if TYPE_CHECKING:
-    from vlens_cli.daemon.client import Asking
+from vlens_cli.cli import asking, options, output, prompts, render
+from vlens_cli.query import CaptureQuery, EngineSpec
 
 
 @dataclass(frozen=True)
@@ -69,15 +64,10 @@ def command(**typed: Any) -> None:
     as_json = output.wants_json(asked.as_json, asked.as_table)
     requests = _requests(asked)
     query = _query(asked)
-    target = _target(asked)
+    target = asking.file_of(asked.output, asked.save_dtype)
     how = options.asking(asked.keep_alive, asked.timeout, asked.no_daemon)
-    spec = _spec(asked, requests)
-    if target is None:
-        reply = _ask(spec, query, None, how)
-    else:
-        with output.whole_file(target) as file:
-            reply = _ask(spec, query, file, how)
-    _show(reply, as_json, target)
+    reply = asking.ask(_spec(asked, requests), query, target, how)
+    asking.show(reply, target, as_json, render.capture)
 
 
 def _requests(asked: Typed) -> tuple[hooks.HookRequest, ...]:
@@ -103,14 +93,6 @@ def _query(asked: Typed) -> CaptureQuery:
     )
 
 
-def _target(asked: Typed) -> Path | None:
-    if asked.output is not None:
-        return output.check_target(asked.output)
-    if asked.save_dtype is not None:
-        raise UsageError("--save-dtype is for the file of -o, and -o is not given", hint="add -o FILE.safetensors")
-    return None
-
-
 def _spec(asked: Typed, requests: tuple[hooks.HookRequest, ...]) -> EngineSpec:
     """The engine to ask; the hooks are checked against the model's catalog, for that takes no engine."""
     from vlens_cli import families, models
@@ -118,20 +100,3 @@ def _spec(asked: Typed, requests: tuple[hooks.HookRequest, ...]) -> EngineSpec:
     model = models.resolve(asked.model)
     hooks.resolve(requests, families.catalog_for(model.config), asked.pos, asked.head, asked.dim)
     return options.spec(model, asked.dtype, asked.max_len, asked.chunk)
-
-
-def _ask(spec: EngineSpec, query: CaptureQuery, into: BinaryIO | None, how: Asking) -> Reply:
-    from vlens_cli.daemon import client
-
-    with output.progress() as show:
-        return client.ask(spec, query, show, into, how)
-
-
-def _show(reply: Reply, as_json: bool, target: Path | None) -> None:
-    for note in reply.notes:
-        output.say(f"note: {render.visible(note)}")
-    if target is not None:
-        if reply.saved is None:
-            raise BugError("a bug in vlens: the engine was asked for a file and wrote none")
-        output.say_saved(target, reply.saved)
-    output.emit(render.to_json(reply.body) if as_json else render.capture(reply.body))
