@@ -1,0 +1,55 @@
+"""`--target` against a tiny tokenizer; no engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from vlens_cli.driver import targets
+from vlens_cli.driver.tokens import Tokens
+from vlens_cli.errors import PromptError, UsageError
+
+
+@pytest.fixture(scope="module")
+def tokens(tiny) -> Tokens:
+    return Tokens(str(tiny("llama", "tokenizer")))
+
+
+def whole(tokens: Tokens) -> str:
+    """A text that this tokenizer has as one token."""
+    ids = tokens.tokenizer("The Eiffel Tower is located in the city of Paris.", add_special_tokens=False)["input_ids"]
+    return next(text for text in map(tokens.text_of, ids) if len(tokens.tokenizer(text, add_special_tokens=False)["input_ids"]) == 1)
+
+
+def test_one_token(tokens):
+    text = whole(tokens)
+    (target,) = targets.resolve([text], tokens, 512)
+    assert tokens.tokenizer.decode([target.id]) == text == target.text
+    assert target.body() == {"target": text, "id": target.id, "text": text, "pieces": list(target.pieces)}
+    assert target.pieces == tuple(tokens.tokenizer.convert_ids_to_tokens([target.id]))
+
+
+def test_several_pieces_are_refused_with_the_pieces_or_taken_by_the_first(tokens):
+    ids = tokens.tokenizer("xylophonist", add_special_tokens=False)["input_ids"]
+    assert len(ids) > 1
+    with pytest.raises(UsageError) as caught:
+        targets.resolve(["xylophonist"], tokens, 512)
+    pieces = tokens.tokenizer.convert_ids_to_tokens(ids)
+    assert caught.value.code == "target_pieces" and f"has {len(ids)}: " in caught.value.message
+    assert all(f'"{piece}"' in caught.value.message for piece in pieces)
+    (target,) = targets.resolve(["xylophonist"], tokens, 512, prefix=True)
+    assert (target.id, target.pieces) == (ids[0], tuple(pieces))
+
+
+def test_an_id(tokens, tiny):
+    assert targets.resolve(["#7"], tokens, 512)[0].id == 7
+    bare = Tokens(str(tiny("llama")))
+    assert targets.resolve(["#511"], bare, 512) == (targets.Target("#511", 511, None, ()),)
+    with pytest.raises(UsageError, match="there is no token #512: the ids are 0 to 511"):
+        targets.resolve(["#512"], tokens, 512)
+    with pytest.raises(PromptError, match="no tokenizer"):
+        targets.resolve(["Paris"], bare, 512)
+
+
+def test_nothing(tokens):
+    with pytest.raises(UsageError, match="a target without tokens"):
+        targets.resolve([""], tokens, 512)
