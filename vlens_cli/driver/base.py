@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     import torch
 
 
+LOGITS = "unembed.hook_out"
+
+
 @dataclass(frozen=True)
 class Want:
     """What to keep of one hook point: absolute positions (None: all fed tokens) and indices along the head axis

@@ -45,6 +45,13 @@ def norm_eps(norm: torch.nn.Module) -> float:
     return float(norm.variance_epsilon)
 
 
+def norm_affine(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A normalized stream after the norm's weight, and its bias where it has one."""
+    out = x * norm.weight
+    bias = getattr(norm, "bias", None)
+    return out if bias is None else out + bias
+
+
 def linear(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """A linear layer's product and bias on this rank, whether its weight is live or packed away (0.32, CPU)."""
     out = layer(x)

@@ -7,7 +7,7 @@ refused by name. Every check is written as `got` against `want`, in fp32, over t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,15 @@ PROOF_TOKENS = 12
 
 # Relative error that rounding explains: a few units in the last place of sums of a few thousand terms.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+# Points that are set together in one forward of the proof of writes: of two neighbours in the forward, one only.
+WRITTEN_TOGETHER = (
+    ("hook_embed", "hook_pos_embed", "hook_q", "hook_k", "hook_z", "hook_resid_mid", "hook_pre", "hook_pre_linear",
+     "hook_mlp_out"),
+    ("hook_resid_pre", "hook_rot_q", "hook_rot_k", "hook_v", "hook_attn_out", "hook_post", "hook_router_logits"),
+    ("hook_resid_post", "unembed.hook_out"),
+    ("hook_normalized",),
+)  # fmt: skip
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": torch.nn.functional.silu,
@@ -46,10 +55,10 @@ class Check:
 class Proof:
     """Checks of one model, from the captured values of one forward of a few tokens.
 
-    values  canonical name -> [pos, ...] for every located point;  logits  the engine's own, last position
+    values  canonical name -> [pos, ...] for every located point;  logits  the engine's own, last position, if known
     """
 
-    def __init__(self, locator: Locator, values: dict[str, torch.Tensor], logits: torch.Tensor) -> None:
+    def __init__(self, locator: Locator, values: dict[str, torch.Tensor], logits: torch.Tensor | None = None) -> None:
         self._locator = locator
         self._values = values
         self._logits = logits
@@ -71,6 +80,20 @@ class Proof:
                 failed = {**dict.fromkeys(blamed, fault), **failed}
         silent = self._values.keys() - {point for points, _ in found for point in points}
         return {**dict.fromkeys(silent, "the proof at load says nothing about it"), **failed}
+
+    def written(self, changed: AbstractSet[str]) -> set[str]:
+        """Of the points that were changed in this forward, those whose change the points after them obey.
+
+        An identity speaks about the changed ones among its points where the last of them, in the order of the forward,
+        was left alone.
+        """
+        order = {name: n for n, name in enumerate(self._locator.catalog.names)}
+        obeyed: dict[str, bool] = {}
+        for check in self._checks():
+            if max(check.points, key=order.__getitem__) not in changed:
+                for point in changed & set(check.points):
+                    obeyed[point] = obeyed.get(point, True) and not _fault(check)
+        return {point for point, well in obeyed.items() if well}
 
     def _checks(self) -> Iterator[Check]:
         yield from self._ends()
@@ -96,7 +119,7 @@ class Proof:
         yield from self._check("hook_embed = resid_pre[0]", "hook_embed", lambda x: x, first)
         yield from self._norm("ln_final", "ln_final", None, last)
         found = self._at("unembed.hook_out")
-        if found is not None:
+        if found is not None and self._logits is not None:
             law = "the unembedding of ln_final.hook_out = the engine's logits"
             yield Check(("unembed.hook_out", "ln_final.hook_out"), law, found[0][-1:], self._logits)
 

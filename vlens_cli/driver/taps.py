@@ -1,32 +1,45 @@
-"""Reading inside the forward: each request's rows of each asked point, copied at the moment they exist.
+"""Reading and writing inside the forward: each request's rows of each asked point, at the moment they exist.
 
 vLLM's fused kernels write in place, so a tensor kept by reference is later garbage: every value is copied (or
 summed into a new tensor) in the hook, only the asked rows and columns, on the device. The host sees it once,
-when the request is taken.
+when the request is taken. A point is changed before it is read: what is captured is the value after its edits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from vlens_cli.driver import internals
-from vlens_cli.driver.base import Want
+from vlens_cli.driver import internals, writes
+from vlens_cli.driver.base import Edit, Want
 from vlens_cli.driver.locate import Point
 
 
 @dataclass
 class Record:
-    """What one request asked for, and what was kept of it so far."""
+    """What one request asked for, what was kept of it so far, and how many forwards each edit was applied in."""
 
     key: str
     wants: dict[str, Want]
+    edits: dict[str, list[tuple[int, Edit]]]
+    fired: list[int]
     pieces: dict[str, list[tuple[range | list[int], torch.Tensor]]] = field(default_factory=dict)
     chunks: int = 0
     fault: Exception | None = None
+
+    @classmethod
+    def of(cls, key: str, wants: dict[str, Want], edits: Iterable[Edit]) -> Record:
+        by_name: dict[str, list[tuple[int, Edit]]] = {}
+        for n, edit in enumerate(edits):
+            by_name.setdefault(edit.name, []).append((n, edit))
+        return cls(key, wants, by_name, [0] * sum(map(len, by_name.values())))
+
+    @property
+    def names(self) -> set[str]:
+        return self.wants.keys() | self.edits.keys()
 
     def keep(self, point: Point, tensors: list[torch.Tensor], segment: internals.Segment) -> None:
         """Copy the asked rows of one step."""
@@ -36,9 +49,32 @@ class Record:
             rows = [_rows(t, positions, segment) for t in tensors]
             self.pieces.setdefault(point.name, []).append((positions, _value(point, want, rows)))
 
+    def change(self, name: str, tensors: list[torch.Tensor], positions: Sequence[int], start: int = 0,
+               counted: bool = True) -> None:
+        """Apply the edits of one point, in order, to the rows of `positions`, which begin at row `start` of the
+        tensors [rows, ...]."""
+        for n, edit in self.edits.get(name, ()):
+            placed = _placed(edit, positions)
+            if placed:
+                rows = writes.places([start + row for _, row in placed])
+                writes.write(edit, tensors, rows, writes.places([at for at, _ in placed]))
+                self.fired[n] += counted
+
+
+def _placed(edit: Edit, positions: Sequence[int]) -> list[tuple[int, int]]:
+    """(place among the edit's positions, place among `positions`) of every position in both."""
+    if edit.positions is None:
+        return [(p, row) for row, p in enumerate(positions)]
+    rows = {p: row for row, p in enumerate(positions)}
+    return [(at, rows[p]) for at, p in enumerate(edit.positions) if p in rows]
+
+
+def _span(segment: internals.Segment) -> range:
+    return range(segment.first, segment.first + segment.stop - segment.start)
+
 
 def _asked(want: Want, segment: internals.Segment) -> range | list[int]:
-    present = range(segment.first, segment.first + segment.stop - segment.start)
+    present = _span(segment)
     return present if want.positions is None else [p for p in want.positions if p in present]
 
 
@@ -95,27 +131,40 @@ DERIVE: dict[str, Callable[[Point, list[torch.Tensor]], torch.Tensor]] = {
 
 
 class Taps:
-    """The hooks of one worker: installed for the points that live requests ask, removed with the last of them."""
+    """The hooks of one worker: installed on the modules of the points that live requests ask, removed with the last.
 
-    def __init__(self, runner: Any, points: dict[str, Point]) -> None:
+    `logits` is the module whose output the engine samples from.
+    """
+
+    def __init__(self, runner: Any, points: dict[str, Point], logits: torch.nn.Module, device: torch.device) -> None:
         self.points = points
         self._runner = runner
+        self._logits = logits
+        self._device = device
         self._records: dict[str, Record] = {}
-        self._handles: dict[str, torch.utils.hooks.RemovableHandle] = {}
-        self._segments: list[internals.Segment] | None = None
+        # The requests that ask each point, and the points of each module that are asked, in the order of the forward.
+        self._asking: dict[str, dict[str, Record]] = {}
+        self._on: dict[int, dict[str, Point]] = {}
+        self._handles: dict[int, list[torch.utils.hooks.RemovableHandle]] = {}
+        self._order = {name: n for n, name in enumerate(points)}
+        self._renormed: dict[str, list[tuple[slice, torch.Tensor, torch.Tensor]]] = {}
+        self._step: dict[str, internals.Segment] | None = None
+        self._running = False
 
-    def open(self, request: str, key: str, wants: dict[str, Want]) -> None:
+    def open(self, request: str, key: str, wants: dict[str, Want], edits: Iterable[Edit] = ()) -> None:
         """A request has entered the batch."""
-        self._records[request] = Record(key, wants)
-        for name in wants:
-            if name not in self._handles:
-                self._handles[name] = self._install(self.points[name])
+        record = Record.of(key, wants, [writes.on_device(edit, self._device) for edit in edits])
+        self._records[request] = record
+        for name in record.names:
+            self._asking.setdefault(name, {})[request] = record
+            self._watch(self.points[name])
 
     def begin_step(self) -> None:
-        self._segments = None
+        self._step, self._running = None, True
 
     def end_step(self, scheduled: dict[str, int]) -> None:
         """Count a forward for every request that had rows in it."""
+        self._running = False
         for request in scheduled:
             if request in self._records:
                 self._records[request].chunks += 1
@@ -124,9 +173,11 @@ class Taps:
         """The record of one finished request, out of this worker; hooks that nobody else asks go with it."""
         request = next(r for r, record in self._records.items() if record.key == key)
         record = self._records.pop(request)
-        asked = {name for other in self._records.values() for name in other.wants}
-        for name in self._handles.keys() - asked:
-            self._handles.pop(name).remove()
+        for name in record.names:
+            del self._asking[name][request]
+            if not self._asking[name]:
+                del self._asking[name]
+                self._unwatch(self.points[name])
         return record
 
     def held(self) -> dict[str, int]:
@@ -134,37 +185,120 @@ class Taps:
 
     def drop_all(self) -> None:
         """Forget every request: after a query that failed."""
+        self._running = False
         self._records.clear()
-        for handle in self._handles.values():
-            handle.remove()
+        self._asking.clear()
+        self._renormed.clear()
+        self._on.clear()
+        for handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
         self._handles.clear()
 
-    def _install(self, point: Point) -> torch.utils.hooks.RemovableHandle:
-        if point.on_input:
-            return point.module.register_forward_pre_hook(
-                lambda module, args, kwargs: self._read(point, args, kwargs, None), with_kwargs=True
-            )
-        return point.module.register_forward_hook(
-            lambda module, args, kwargs, output: self._read(point, args, kwargs, output), with_kwargs=True
-        )
+    def _modules(self, point: Point) -> list[torch.nn.Module]:
+        """Where a point is read and written: its module, and for the logits also what the engine samples from."""
+        return [point.module, self._logits] if point.row.derive == "unembed" else [point.module]
 
-    def _read(self, point: Point, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        asking = [(self._records[s.request], s) for s in self._step() if self._asks(s.request, point.name)]
+    def _watch(self, point: Point) -> None:
+        for module in self._modules(point):
+            asked = self._on.get(id(module), {}) | {point.name: point}
+            self._on[id(module)] = {name: asked[name] for name in sorted(asked, key=self._order.__getitem__)}
+            if id(module) not in self._handles:
+                self._handles[id(module)] = [
+                    module.register_forward_pre_hook(self._before, with_kwargs=True),
+                    module.register_forward_hook(self._after, with_kwargs=True),
+                ]
+
+    def _unwatch(self, point: Point) -> None:
+        for module in self._modules(point):
+            del self._on[id(module)][point.name]
+            if not self._on[id(module)]:
+                del self._on[id(module)]
+                for handle in self._handles.pop(id(module)):
+                    handle.remove()
+
+    def _before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for point in self._visited(module):
+            if point.on_input:
+                self._visit(self._read, point, args, kwargs, None)
+
+    def _after(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        for point in self._visited(module):
+            if module is self._logits and module is not point.module:
+                self._visit(self._sampled, point, args, kwargs, output)
+            elif point.name in self._renormed:
+                self._visit(self._renormalize, point, args, kwargs, output)
+            elif not point.on_input:
+                self._visit(self._read, point, args, kwargs, output)
+
+    def _visited(self, module: torch.nn.Module) -> Iterable[Point]:
+        """The asked points of a module; none outside a step, when vlens itself runs it."""
+        return self._on.get(id(module), {}).values() if self._running else ()
+
+    def _visit(self, body: Callable[..., None], point: Point, *call: Any) -> None:
+        """Run one hook body for every request that asks the point and has rows in this step."""
+        step = self._segments()
+        asking = [(record, step[r]) for r, record in self._asking.get(point.name, {}).items() if r in step]
         try:
-            tensors = point.tensors(args, kwargs, output) if asking else []
-            for record, segment in asking:
-                record.keep(point, tensors, segment)
+            if asking:
+                body(point, asking, *call)
         except Exception as fault:
             # Raised here it would leave the engine in the middle of a step; kept here it fails these queries
             # when they are taken, and the engine lives.
             for record, _ in asking:
                 record.fault = record.fault or fault
 
-    def _asks(self, request: str, name: str) -> bool:
-        record = self._records.get(request)
-        return record is not None and name in record.wants
+    def _read(self, point: Point, asking: Asking, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Change, then keep, the rows of each request."""
+        tensors = point.tensors(args, kwargs, output)
+        for record, segment in asking:
+            if point.name in record.edits and point.row.derive == "normalized":
+                self._change_normalized(point, record, tensors, segment)
+                continue
+            if point.name in record.edits and not point.row.derive:
+                shaped = [t.unflatten(-1, point.shape) for t in tensors]
+                record.change(point.name, shaped, _span(segment), segment.start)
+            if point.name in record.wants:
+                record.keep(point, tensors, segment)
 
-    def _step(self) -> list[internals.Segment]:
-        if self._segments is None:
-            self._segments = internals.step_segments(self._runner)
-        return self._segments
+    def _change_normalized(self, point: Point, record: Record, tensors: list[torch.Tensor],
+                           segment: internals.Segment) -> None:
+        """The engine never forms a stream before its norm's weight: the edited rows are formed here, and go through
+        that weight into the norm's output when that is there."""
+        rows = slice(segment.start, segment.stop)
+        before = DERIVE["normalized"](point, [t[rows] for t in tensors])
+        after = before.clone()
+        record.change(point.name, [after], _span(segment))
+        self._renormed.setdefault(point.name, []).append((rows, before, after))
+        if point.name in record.wants:
+            want = record.wants[point.name]
+            positions = _asked(want, segment)
+            if len(positions):
+                kept = after[[p - segment.first for p in positions]]
+                record.pieces.setdefault(point.name, []).append((positions, _cut(kept, want)))
+
+    def _renormalize(self, point: Point, asking: Asking, args: tuple[Any, ...], kwargs: dict[str, Any],
+                     output: Any) -> None:
+        """Only entries that an edit changed: the others keep the engine's bits."""
+        target = output[0] if isinstance(output, tuple) else output
+        for rows, before, after in self._renormed.pop(point.name):
+            new = internals.norm_affine(point.module, after)
+            target[rows] = torch.where(after != before, new, target[rows])
+
+    def _sampled(self, point: Point, asking: Asking, args: tuple[Any, ...], kwargs: dict[str, Any],
+                 output: torch.Tensor) -> None:
+        """Edits of the logits that the engine samples from: one row a request, that of its last position in the step."""
+        order = list(self._segments())
+        if len(output) != len(order):
+            raise LookupError(f"the engine formed {len(output)} rows of logits for {len(order)} requests")
+        for record, segment in asking:
+            last = _span(segment)[-1:]
+            record.change(point.name, [output[:, : point.shape[0]]], last, order.index(segment.request))
+
+    def _segments(self) -> dict[str, internals.Segment]:
+        if self._step is None:
+            self._step = {segment.request: segment for segment in internals.step_segments(self._runner)}
+        return self._step
+
+
+Asking = list[tuple[Record, internals.Segment]]

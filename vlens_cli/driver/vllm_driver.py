@@ -13,14 +13,13 @@ import torch
 
 from vlens_cli import hooks
 from vlens_cli.driver import boot, internals
-from vlens_cli.driver.base import Captured, ForwardResult, Request, Result, Want
-from vlens_cli.driver.proof import PROOF_TOKENS
+from vlens_cli.driver.base import LOGITS, Captured, Edit, ForwardResult, Request, Result, Want
+from vlens_cli.driver.proof import PROOF_TOKENS, WRITTEN_TOGETHER
 from vlens_cli.driver.tokens import Tokens
 from vlens_cli.errors import HookError, QueryError, StartError, UsageError, VlensError
 from vlens_cli.families import Catalog
 from vlens_cli.query import EngineSpec
 
-LOGITS = "unembed.hook_out"
 # Other queries run between two batches of one, so a batch is about as long as they may be kept waiting; fewer tokens
 # than these do not fill a processor.
 BATCH_SECONDS = 1.0
@@ -32,6 +31,7 @@ class VLLMDriver:
 
     supported_hook_points        canonical names that the proof at load has passed, in the order of the forward
     non_fireable_hook_points     other names of the catalog -> why they are refused
+    non_editable_hook_points     names that can be read, or not even that -> why they cannot be changed
     provides_sequence_logits     logits of every position, not only the last
     """
 
@@ -48,6 +48,7 @@ class VLLMDriver:
             located = self._call("vlens_points")
         self.non_fireable_hook_points: dict[str, str] = {**located["refused"], **self._prove(located["points"])}
         self.supported_hook_points = tuple(n for n in catalog.names if n not in self.non_fireable_hook_points)
+        self.non_editable_hook_points = self._prove_writes()
 
     @property
     def tokenizer(self) -> Any:
@@ -146,7 +147,7 @@ class VLLMDriver:
 
     def _prove(self, points: list[str]) -> dict[str, str]:
         """One short forward with every point captured, checked in the worker; refused names -> reasons."""
-        tokens = _proof_tokens(self.catalog.dims.d_vocab, min(PROOF_TOKENS, self.plan.max_len, self.plan.chunk))
+        tokens = self._proof_tokens()
         key = uuid.uuid4().hex
         self._call("vlens_watch_logits")
         with boot.translated():
@@ -156,6 +157,40 @@ class VLLMDriver:
             raise StartError(f"no hook point of this model passed the proof at load: {next(iter(refused.values()))}",
                              hint="`vlens hooks` lists the families that this version reads", code="proof_failed")
         return refused
+
+    def _prove_writes(self) -> dict[str, str]:
+        """Set every editable point to values of its own, neighbours in different forwards, and see in the worker that
+        the points after them obey; names that cannot be edited -> reasons."""
+        editable = [n for n in self.supported_hook_points if self.catalog.editable(n)]
+        tokens = self._proof_tokens()
+        requests = [Request(tokens, dict.fromkeys(self.supported_hook_points, Want()), edits=self._set_all(names, len(tokens)))
+                    for group in WRITTEN_TOGETHER
+                    if (names := [n for n in editable if n.endswith(tuple(group))])]
+        keys = [uuid.uuid4().hex for _ in requests]
+        with boot.translated():
+            outputs = self._generate(requests, keys)
+            proved = {name for key in keys for name in self._call("vlens_prove_writes", key)}
+        for request, out in zip(requests, outputs, strict=True):
+            for edit in request.edits:
+                if edit.name == LOGITS and out.outputs[0].token_ids[0] != int(edit.value[-1].argmax()):
+                    proved.discard(LOGITS)
+        return {
+            **{n: "it is formed for you, and nothing in the engine follows from it" for n in self.catalog.names
+               if not self.catalog.editable(n)},
+            **{n: "the proof at load did not see what comes after it obey" for n in editable if n not in proved},
+            **self.non_fireable_hook_points,
+        }
+
+    def _set_all(self, names: Sequence[str], rows: int) -> tuple[Edit, ...]:
+        """An edit a name that sets `rows` positions to normal noise, in the engine's dtype."""
+        generator = torch.Generator().manual_seed(0)
+        dtype = getattr(torch, self.plan.dtype)
+        shapes = ([rows, *(self.catalog.size(axis) for axis in self.catalog.axes(n)[1:])] for n in names)
+        return tuple(Edit(n, tuple(range(rows)), keep=0.0, value=torch.randn(shape, generator=generator).to(dtype))
+                     for n, shape in zip(names, shapes, strict=True))
+
+    def _proof_tokens(self) -> tuple[int, ...]:
+        return _proof_tokens(self.catalog.dims.d_vocab, min(PROOF_TOKENS, self.plan.max_len, self.plan.chunk))
 
     def _canonical(self, name: str) -> str:
         """Raises HookError, with near names, the range of layers or the reason of a refusal."""
@@ -169,14 +204,32 @@ class VLLMDriver:
     def _check(self, request: Request) -> None:
         if self._llm is None:
             raise UsageError("this driver is closed", code="closed")
-        if request.edits:
-            raise UsageError("this version of the driver takes no interventions")
         boot.check_tokens(request.tokens, self.catalog.dims.d_vocab, self.plan, request.max_new_tokens)
+        for edit in request.edits:
+            self._check_edit(edit, len(request.tokens) + request.max_new_tokens - 1)
         for name in request.capture:
             if name in self.non_fireable_hook_points:
                 raise HookError(f"{name} is refused: {self.non_fireable_hook_points[name]}", code="hook_refused")
             if name not in self.catalog.points:
                 raise HookError(f"no such hook point in this model: {name}")
+
+    def _check_edit(self, edit: Edit, fed: int) -> None:
+        """Raises UsageError, before the forward, for what would not be applied as it was meant."""
+        if edit.name in self.non_editable_hook_points:
+            raise HookError(f"{edit.name} cannot be edited: {self.non_editable_hook_points[edit.name]}", code="not_editable")
+        sizes = [self.catalog.size(axis) for axis in self.catalog.axes(edit.name)[1:]]
+        if edit.heads is not None and len(sizes) < 2:
+            raise HookError(f"{edit.name} has no heads", code="no_heads")
+        _check_indices(edit, edit.positions, fed, "position")
+        _check_indices(edit, edit.heads, sizes[0], "head")
+        _check_indices(edit, edit.dims, sizes[-1], "dim")
+        row = [len(edit.dims) if edit.dims is not None else sizes[-1]]
+        row = [len(edit.heads) if edit.heads is not None else sizes[0], *row] if len(sizes) > 1 else row
+        for part in (edit.keep, edit.value):
+            _check_part(edit, part, row)
+        if edit.direction is not None and list(edit.direction.shape) != row[-1:]:
+            raise UsageError(f"{edit.name} takes a direction of {row[-1]} numbers; this one has {list(edit.direction.shape)}",
+                             code="wrong_width")
 
     def _generate(self, requests: Sequence[Request], keys: list[str],
                   cancelled: Callable[[], bool] = lambda: False) -> list[Any]:
@@ -185,6 +238,8 @@ class VLLMDriver:
         engine = self._llm.llm_engine
         for r, key in zip(requests, keys, strict=True):
             capture = {name: want.as_json() for name, want in r.capture.items()}
+            if r.edits:
+                self._call("vlens_edit", key, r.edits)
             engine.add_request(key, {"prompt_token_ids": list(r.tokens)}, SamplingParams(
                 max_tokens=r.max_new_tokens, temperature=0.0, ignore_eos=True, detokenize=False,
                 extra_args={"vlens": {"key": key, "capture": capture}},
@@ -202,7 +257,10 @@ class VLLMDriver:
         captured = {name: Captured(*pair) for name, pair in taken["values"].items()}
         for name, want in request.capture.items():
             _check_rows(name, captured[name], want, len(request.tokens) + len(new) - 1)
-        return Result(captured, new, taken["chunks"])
+        for edit, fired in zip(request.edits, taken["fired"], strict=True):
+            if not fired:
+                raise QueryError(f"an edit of {edit.name} was asked and never applied", code="edit_missing")
+        return Result(captured, new, taken["chunks"], tuple(taken["fired"]))
 
     def _abandon(self) -> None:
         """Leave nothing of a broken-off batch in the scheduler or in the worker."""
@@ -212,6 +270,22 @@ class VLLMDriver:
     def _call(self, method: str, *args: Any) -> Any:
         """One method of the single rank's worker, in this process."""
         return self._llm.collective_rpc(method, args=args)[0]
+
+
+def _check_indices(edit: Edit, indices: tuple[int, ...] | None, size: int, what: str) -> None:
+    if indices is not None and not (indices and all(0 <= i < size for i in indices)):
+        raise HookError(f"{edit.name} has {what}s 0 to {size - 1}; asked were {list(indices)}",
+                        code=f"{what.replace('position', 'pos')}_out_of_range")
+
+
+def _check_part(edit: Edit, part: Any, row: list[int]) -> None:
+    """A factor or a value must be a number, one row of the selection, or a row for each of its positions."""
+    if not isinstance(part, torch.Tensor):
+        return
+    shape, rows = list(part.shape), None if edit.positions is None else [len(edit.positions), *row]
+    if shape not in (row, row[-1:], rows) and not (len(shape) == len(row) + 1 and shape[1:] == row and edit.positions is None):
+        raise UsageError(f"an edit of {edit.name} takes {row}{f' or {rows}' if rows else ''} numbers; this value has {shape}",
+                         code="wrong_width")
 
 
 def _check_rows(name: str, captured: Captured, want: Want, fed: int) -> None:

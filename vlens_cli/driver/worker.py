@@ -6,13 +6,14 @@ tensors on the single rank's own process, where nothing is serialized.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from vllm.platforms import current_platform
 
 from vlens_cli.driver import internals
-from vlens_cli.driver.base import Want
+from vlens_cli.driver.base import LOGITS, Edit, Want
 from vlens_cli.driver.locate import Locator
 from vlens_cli.driver.proof import Proof
 from vlens_cli.driver.taps import Record, Taps
@@ -36,21 +37,27 @@ class LensWorker(EngineWorker):
         self._catalog: Catalog = catalog_for(self.model_config.hf_config.to_dict())
         self._locator = Locator(self._model, self._catalog)
         points, self._refused = self._locator.points()
-        self._taps = Taps(self.model_runner, points)
+        self._taps = Taps(self.model_runner, points, self._locator.module("logits"), self.device)
+        self._edits: dict[str, tuple[Edit, ...]] = {}
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         for new in scheduler_output.scheduled_new_reqs:
             asked = internals.request_extra(new).get("vlens")
             if asked:
                 wants = {name: Want.from_json(want) for name, want in asked["capture"].items()}
-                self._taps.open(new.req_id, asked["key"], wants)
+                self._taps.open(new.req_id, asked["key"], wants, self._edits.pop(asked["key"], ()))
         self._taps.begin_step()
         out = super().execute_model(scheduler_output, *args, **kwargs)
         self._taps.end_step(scheduler_output.num_scheduled_tokens)
         return out
 
+    def vlens_edit(self, key: str, edits: tuple[Edit, ...]) -> None:
+        """What to change in the request `key`, which has not begun."""
+        self._edits[key] = edits
+
     def vlens_take(self, key: str) -> dict[str, Any]:
-        """{"values": name -> ([pos, ...] on the host, positions), "chunks": forwards} of one finished request.
+        """{"values": name -> ([pos, ...] on the host, positions), "chunks": forwards, "fired": forwards that each edit was
+        applied in} of one finished request.
 
         Raises what a tap raised.
         """
@@ -58,11 +65,12 @@ class LensWorker(EngineWorker):
         if record.fault is not None:
             raise record.fault
         values = {name: self._finish(record, name) for name in record.wants}
-        return {"values": values, "chunks": record.chunks}
+        return {"values": values, "chunks": record.chunks, "fired": record.fired}
 
     def vlens_drop(self) -> None:
         """Forget every request: after a query that failed."""
         self._taps.drop_all()
+        self._edits.clear()
 
     def vlens_state(self) -> dict[str, int]:
         """How many requests and hooks are held: none between queries."""
@@ -95,6 +103,16 @@ class LensWorker(EngineWorker):
             self._taps.points.pop(name, None)
         return self._refused
 
+    def vlens_prove_writes(self, key: str) -> list[str]:
+        """Which of the points that the finished request `key` has set (all of its positions) hold what was set, and are
+        obeyed by what comes after."""
+        record = self._taps.take(key)
+        values = {name: self._finish(record, name)[0].to(self.device) for name in record.wants}
+        with torch.inference_mode():
+            held = {name for name, ((_, edit),) in record.edits.items()
+                    if torch.equal(values[name], edit.value.to(values[name].dtype))}
+            return sorted(held & (Proof(self._locator, values).written(record.edits.keys()) | {LOGITS}))
+
     def _finish(self, record: Record, name: str) -> tuple[torch.Tensor, tuple[int, ...]]:
         """Join a point's pieces in the order of positions; unembed them where the point is the logits."""
         pieces = record.pieces.get(name, [])
@@ -108,12 +126,17 @@ class LensWorker(EngineWorker):
             positions = sorted(latest)
             rows = rows[[latest[p] for p in positions]]
         if self._taps.points[name].row.derive == "unembed":
-            rows = self._unembed(rows, record.wants[name])
+            rows = self._unembed(rows, record, positions)
         return rows.cpu(), tuple(positions)
 
     @torch.inference_mode()
-    def _unembed(self, rows: torch.Tensor, want: Want) -> torch.Tensor:
-        """[rows, d_vocab] logits of final-norm rows, by the engine's own unembedding, in pieces."""
-        dims = slice(self._catalog.dims.d_vocab) if want.dims is None else list(want.dims)
-        pieces = [self._model.compute_logits(piece)[:, dims] for piece in rows.split(UNEMBED_ROWS)]
+    def _unembed(self, rows: torch.Tensor, record: Record, positions: Sequence[int]) -> torch.Tensor:
+        """[rows, d_vocab] logits of final-norm rows, by the engine's own unembedding, in pieces, after their edits."""
+        want = record.wants[LOGITS]
+        dims = slice(None) if want.dims is None else list(want.dims)
+        pieces = []
+        for n, piece in enumerate(rows.split(UNEMBED_ROWS)):
+            logits = self._model.compute_logits(piece)[:, : self._catalog.dims.d_vocab]
+            record.change(LOGITS, [logits], positions[n * UNEMBED_ROWS :][: len(piece)], counted=False)
+            pieces.append(logits[:, dims])
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -33,6 +33,17 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 # More is a broken config, and naming that many hook points takes for ever.
 MOST_LAYERS = 10_000
 
+# Points whose change reaches everything that follows: the engine forms them, or forms the next value from them alone.
+EDITABLE = frozenset({
+    "hook_embed", "hook_pos_embed", "unembed.hook_out", "ln_final.hook_normalized",
+    *(f"blocks.{{i}}.{point}" for point in (
+        "hook_resid_pre", "hook_resid_mid", "hook_resid_post", "hook_attn_out", "hook_mlp_out",
+        "ln1.hook_normalized", "ln2.hook_normalized", "ln1_post.hook_normalized", "ln2_post.hook_normalized",
+        "attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_rot_q", "attn.hook_rot_k", "attn.hook_z",
+        "mlp.hook_pre", "mlp.hook_pre_linear", "mlp.hook_post", "mlp.hook_router_logits",
+    )),
+})  # fmt: skip
+
 _AXIS_DIMS = {"head": "n_heads", "kv_head": "n_kv_heads"}
 
 
@@ -55,6 +66,10 @@ class Row:
     split: tuple[str, ...] = ()
     part: int = 0
     derive: str = ""
+
+    @property
+    def editable(self) -> bool:
+        return self.hook in EDITABLE
 
     @property
     def derived(self) -> bool:
@@ -158,6 +173,9 @@ class Catalog:
 
     def derived(self, name: str) -> bool:
         return self.row(name).derived
+
+    def editable(self, name: str) -> bool:
+        return self.row(name).editable
 
     def definition(self, name: str) -> str:
         return self.row(name).meaning
