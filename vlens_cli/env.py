@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from vlens_cli.errors import PathError, UsageError
 
 DEMO = "demo"
 
 
-@dataclass(frozen=True)
-class Variable:
+class Variable(NamedTuple):
     """One row of the table. `default` is what a reader of the documentation is told, not a value to compute with."""
 
     name: str
@@ -44,8 +42,7 @@ VARIABLES = (MODEL, CACHE, CONFIG, RUNTIME, KEEP_ALIVE, KEEP, LOG, DEBUG)
 CONFIG_KEYS = ("model",)
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """A variable as it stands in this process: the value in force, and whether the environment gave it."""
 
     variable: Variable
@@ -152,18 +149,22 @@ def _absolute(named: str) -> Path:
 def _read_config(path: Path) -> dict[str, str]:
     """The config file's keys; none where there is no file, unless VLENS_CONFIG names it."""
     try:
-        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError as fault:
         if _get(CONFIG) is None:
             return {}
         raise PathError(f"no such config file: {path}", hint=f"unset {CONFIG.name}", code="bad_config") from fault
-    except tomllib.TOMLDecodeError as fault:
-        raise _bad_config(path, _placed(str(fault))) from fault
     except UnicodeDecodeError as fault:
         raise _bad_config(path, "line 1: it is not UTF-8 text") from fault
     except OSError as fault:
         raise PathError(f"cannot read the config file {path}: {fault.strerror}", code="bad_config") from fault
-    return _checked(path, fields)
+    # Its import takes longer than most commands' own work, and most users have no such file.
+    import tomllib
+
+    try:
+        return _checked(path, tomllib.loads(text))
+    except tomllib.TOMLDecodeError as fault:
+        raise _bad_config(path, _placed(str(fault))) from fault
 
 
 def _checked(path: Path, fields: dict[str, object]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from vlens_cli.errors import HookError, UsageError, VlensError
 
@@ -39,19 +39,17 @@ class HookCatalog(Protocol):
     def aliases(self, name: str) -> tuple[str, ...]: ...
 
 
-# What a selector holds
+# What a selector holds. Named tuples: a dataclass takes a millisecond to make, and a client waits for each.
 
 
-@dataclass(frozen=True)
-class Index:
+class Index(NamedTuple):
     value: int
 
     def __str__(self) -> str:
         return str(self.value)
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """`start:stop`, stop excluded; None is an open end."""
 
     start: int | None
@@ -61,8 +59,7 @@ class Slice:
         return ":".join("" if end is None else str(end) for end in (self.start, self.stop))
 
 
-@dataclass(frozen=True)
-class Text:
+class Text(NamedTuple):
     """The tokens that cover the `nth` occurrence of a text, from 1; None where it must occur once."""
 
     text: str
@@ -72,8 +69,7 @@ class Text:
         return quoted(self.text) + (f"#{self.nth}" if self.nth else "")
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """`prompt` or `generated`."""
 
     name: str
@@ -159,8 +155,7 @@ class Reader:
         return HookError(f"{message}\n  {flat}\n  {' ' * at}^", hint=hint, code=self._code)
 
 
-@dataclass(frozen=True)
-class _Name:
+class _Name(NamedTuple):
     """`blocks.SLOT.TAIL`, or TAIL alone with an empty slot. `ranges` None is every layer."""
 
     slot: str

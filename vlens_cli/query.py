@@ -8,7 +8,7 @@ asker opened, as safetensors.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 SCHEMA_VERSION = 1
 # The progress line after which a query fails, and no longer the start of its engine.
@@ -132,16 +132,14 @@ class StartQuery:
 QUERIES: dict[str, type[Query]] = {query.verb: query for query in (CaptureQuery, StartQuery)}
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(NamedTuple):
     """What was written into the file that the asker opened."""
 
     tensors: int
     bytes: int
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     """One answer: `body` is the JSON that `--json` prints (schema_version, command, model, ...), `notes` are
     lines for stderr, `saved` says what went into the file."""
 
@@ -150,7 +148,7 @@ class Reply:
     saved: Saved | None = None
 
     def as_json(self) -> dict[str, Any]:
-        return {"body": self.body, "notes": self.notes, "saved": self.saved and asdict(self.saved)}
+        return {"body": self.body, "notes": self.notes, "saved": self.saved and self.saved._asdict()}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Reply:

@@ -43,7 +43,10 @@ def resolve(asked: str | None) -> types.SimpleNamespace:
     return types.SimpleNamespace(name=asked or "tiny", folder=Path("/models/tiny"), revision=None, config=CONFIG)
 
 
-def ask(spec: EngineSpec, query: CaptureQuery, progress=lambda text: None, into=None, how=None) -> Reply:
+def ask(
+    spec: EngineSpec, query: CaptureQuery, progress=lambda text: None, into=None, how=None, check=lambda: None,
+) -> Reply:
+    check()
     mode = os.environ.get("FAKE", "")
     progress("loading weights")
     if mode == "slow":
@@ -119,9 +122,8 @@ def install() -> None:
 if __name__ == "__main__":
     install()
     if marker := os.environ.get("FAKE_IMPORTS"):  # what is loaded when the process ends
-        import atexit
-
-        atexit.register(lambda: Path(marker).write_text("\n".join(sys.modules)))
+        leave = os._exit
+        os._exit = lambda code: (Path(marker).write_text("\n".join(sys.modules)), leave(code))
     from vlens_cli.cli.main import main
 
     main()

@@ -91,6 +91,20 @@ def test_the_client_of_a_warm_daemon_imports_no_torch_and_no_numpy(vlens):
     assert "vlens_cli.daemon.client" in loaded
     heavy = {"torch", "numpy", "vllm", "transformers", "safetensors", "vlens_cli.daemon.server", "vlens_cli.driver.session"}
     assert loaded & heavy == set()
+    # Slow to import, and the engine checks what they would check.
+    assert loaded & {"rich", "tomllib", "vlens_cli.families", "vlens_cli.models.hub"} == set()
+
+
+def test_what_is_refused_waits_for_no_engine(vlens):
+    missing = "blocks.9.hook_resid_post"
+    refused = vlens.capture(hook=missing)
+    assert (refused.code, vlens.started) == (2, [])
+    assert "layers 0 to 3" in refused.err
+    vlens.capture()
+    busy = vlens.capturing("sleep 100")
+    vlens.in_state("busy")
+    assert vlens.capture(hook=missing).err == refused.err
+    assert busy.poll() is None and vlens.engines()[0]["state"] == "busy"
 
 
 # Other engines

@@ -34,9 +34,8 @@ def install() -> None:
 if __name__ == "__main__":
     install()
     if marker := os.environ.get("FAKE_IMPORTS"):
-        import atexit
-
-        atexit.register(lambda: Path(marker).write_text("\n".join(sys.modules), encoding="utf-8"))
+        leave = os._exit
+        os._exit = lambda code: (Path(marker).write_text("\n".join(sys.modules), encoding="utf-8"), leave(code))
     from vlens_cli.cli.main import main
 
     main()

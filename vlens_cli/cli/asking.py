@@ -23,15 +23,16 @@ def file_of(name: str | None, save_dtype: str | None) -> Path | None:
     return None
 
 
-def ask(spec: EngineSpec, query: Query, target: Path | None, how: Asking) -> Reply:
-    """The engine's reply; its tensors go into `target`, whole or not at all."""
+def ask(spec: EngineSpec, query: Query, target: Path | None, how: Asking, check: Callable[[], None] = lambda: None
+        ) -> Reply:
+    """The engine's reply; its tensors go into `target`, whole or not at all. `check` is `client.ask`'s."""
     from vlens_cli.daemon import client
 
     with output.progress() as show:
         if target is None:
-            return client.ask(spec, query, show, None, how)
+            return client.ask(spec, query, show, None, how, check)
         with output.whole_file(target) as file:
-            return client.ask(spec, query, show, file, how)
+            return client.ask(spec, query, show, file, how, check)
 
 
 def show(reply: Reply, target: Path | None, as_json: bool, table: Callable[[dict[str, Any]], str]) -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import click
 
-from vlens_cli import hooks
+from vlens_cli import hooks, models
 from vlens_cli.cli import asking, options, output, prompts, render
-from vlens_cli.query import CaptureQuery, EngineSpec
+from vlens_cli.query import CaptureQuery
 
 
-@dataclass(frozen=True)
-class Typed:
+class Typed(NamedTuple):
     """The command line of `vlens capture`, by the names that options.py gives."""
 
     hooks: tuple[str, ...]
@@ -66,7 +65,9 @@ def command(**typed: Any) -> None:
     query = _query(asked)
     target = asking.file_of(asked.output, asked.save_dtype)
     how = options.asking(asked.keep_alive, asked.timeout, asked.no_daemon)
-    reply = asking.ask(_spec(asked, requests), query, target, how)
+    model = models.resolve(asked.model)
+    spec = options.spec(model, asked.dtype, asked.max_len, asked.chunk)
+    reply = asking.ask(spec, query, target, how, partial(_check, requests, query, model.config))
     asking.show(reply, target, as_json, render.capture)
 
 
@@ -93,10 +94,8 @@ def _query(asked: Typed) -> CaptureQuery:
     )
 
 
-def _spec(asked: Typed, requests: tuple[hooks.HookRequest, ...]) -> EngineSpec:
-    """The engine to ask; the hooks are checked against the model's catalog, for that takes no engine."""
-    from vlens_cli import families, models
+def _check(requests: tuple[hooks.HookRequest, ...], query: CaptureQuery, config: dict[str, Any]) -> None:
+    """Refuse what this model does not have, where the engine, which does it too, would be waited for."""
+    from vlens_cli import families
 
-    model = models.resolve(asked.model)
-    hooks.resolve(requests, families.catalog_for(model.config), asked.pos, asked.head, asked.dim)
-    return options.spec(model, asked.dtype, asked.max_len, asked.chunk)
+    hooks.resolve(requests, families.catalog_for(config), query.pos, query.head, query.dim)

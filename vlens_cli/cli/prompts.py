@@ -9,8 +9,8 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import click
 
@@ -29,8 +29,7 @@ class PromptCommand(click.Command):
         return super().parse_args(ctx, args)
 
 
-@dataclass(frozen=True)
-class Sources:
+class Sources(NamedTuple):
     """Where the prompts of one command line come from, as typed. `n_literal` arguments, the last, are text as is."""
 
     arguments: Sequence[str] = ()

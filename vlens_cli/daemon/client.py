@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from vlens_cli.errors import (
     EXIT_BUG, EXIT_FAILED, EXIT_START, BugError, QueryError, StartError, UsageError, VlensError,
@@ -16,8 +15,7 @@ from vlens_cli.query import EngineSpec, Query, Reply
 Show = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Asking:
+class Asking(NamedTuple):
     """How to ask: through the resident engine or not; how long it then stays (None: for ever); how long to wait for an
     answer (None: as long as it takes)."""
 
@@ -28,29 +26,35 @@ class Asking:
 
 def ask(
     spec: EngineSpec, query: Query, progress: Show = lambda text: None,
-    into: BinaryIO | None = None, how: Asking = Asking(),
+    into: BinaryIO | None = None, how: Asking = Asking(), check: Callable[[], None] = lambda: None,
 ) -> Reply:
     """Run one query to its end. `progress` gets a line whenever something long begins; tensors are written into the
-    open file `into`.
+    open file `into`. `check` refuses what the engine would refuse: it is called before an engine is started or waited
+    for, and not where one answers at once.
 
     Raises the errors of `Session.answer`; StartError where no engine is installed or it does not start; QueryError
     where the engine ends or does not answer in time.
     """
     if how.daemon:
-        return _ask_daemon(spec, query, progress, into, how)
+        return _ask_daemon(spec, query, progress, into, how, check)
+    check()
     from vlens_cli.daemon import local
 
     return local.ask(spec, query, progress, into)
 
 
-def _ask_daemon(spec: EngineSpec, query: Query, progress: Show, into: BinaryIO | None, how: Asking) -> Reply:
+def _ask_daemon(spec: EngineSpec, query: Query, progress: Show, into: BinaryIO | None, how: Asking,
+                check: Callable[[], None]) -> Reply:
     from vlens_cli.daemon import launch, runtime
 
     home = runtime.home(runtime.fingerprint(spec))
     for attempt in range(3):
-        sock = launch.connect_or_start(home, spec, how.keep_alive, how.timeout, progress)
+        sock = launch.connect(home, how.timeout)
+        if sock is None:
+            check()
+            sock = launch.connect_or_start(home, spec, how.keep_alive, how.timeout, progress)
         with sock:
-            answer = _converse(sock, home, query, progress, into, how)
+            answer = _converse(sock, home, query, progress, into, how, check)
         if answer is None:
             # It ended between the connection and the first word: its time was up.
             _begin_again(into)
@@ -68,8 +72,8 @@ def _ask_daemon(spec: EngineSpec, query: Query, progress: Show, into: BinaryIO |
                      hint="`vlens engine log` shows what it said")
 
 
-def _converse(sock: Any, home: Any, query: Query, progress: Show, into: BinaryIO | None, how: Asking
-              ) -> dict[str, Any] | None:
+def _converse(sock: Any, home: Any, query: Query, progress: Show, into: BinaryIO | None, how: Asking,
+              check: Callable[[], None]) -> dict[str, Any] | None:
     """Send the query and hear it out: the last frame, or None where the engine ended without a word."""
     from vlens_cli.daemon import launch, runtime, wire
 
@@ -84,6 +88,8 @@ def _converse(sock: Any, home: Any, query: Query, progress: Show, into: BinaryIO
             frame = wire.receive(sock)
             if frame.get("final"):
                 return frame
+            if not phase and frame["phase"] != "run":
+                check()
             phase = frame["phase"]
             progress(frame["progress"])
     except TimeoutError as fault:

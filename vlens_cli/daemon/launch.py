@@ -54,10 +54,7 @@ def timed_out(home: runtime.Home, timeout: float | None) -> QueryError:
 
 def connect_or_start(home: runtime.Home, spec: EngineSpec, keep_alive: float | None, timeout: float | None,
                      show: Show) -> socket.socket:
-    """A connection to the engine of `home`, which is started where it does not run."""
-    sock = connect(home, timeout)
-    if sock is not None:
-        return sock
+    """A connection to the engine of `home`, where nobody listened: it is started, by this process or by another."""
     with runtime.locked(home, show):
         # Who held the lock may have started it.
         sock = connect(home, timeout)

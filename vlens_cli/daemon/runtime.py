@@ -12,14 +12,13 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from vlens_cli import __version__, env
 from vlens_cli.errors import StartError
@@ -36,8 +35,7 @@ NUMBER_VARIABLES = (
 )
 
 
-@dataclass(frozen=True)
-class Status:
+class Status(NamedTuple):
     """What a daemon writes of itself, once it listens. `started` is its process's start, in clock ticks since boot:
     with the pid it names one process for ever."""
 
@@ -50,8 +48,7 @@ class Status:
     version: str
 
 
-@dataclass(frozen=True)
-class Home:
+class Home(NamedTuple):
     """The folder of one engine."""
 
     folder: Path
@@ -74,7 +71,7 @@ class Home:
 
     def write_status(self, status: Status) -> None:
         draft = self.folder / "status.draft"
-        draft.write_text(json.dumps(asdict(status)), encoding="utf-8")
+        draft.write_text(json.dumps(status._asdict()), encoding="utf-8")
         draft.chmod(0o600)
         draft.replace(self._status)
 
@@ -95,6 +92,8 @@ class Home:
         gone = self.folder.with_name(f"{self.folder.name}.gone-{os.getpid()}")
         with suppress(OSError):
             self.folder.rename(gone)
+        import shutil
+
         shutil.rmtree(gone, ignore_errors=True)
 
 
