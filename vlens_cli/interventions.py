@@ -232,8 +232,8 @@ def _read_path(reader: Reader) -> str:
     quote = reader.take("[\"']")
     path = hooks.read_quoted(reader, quote) if quote else reader.take(_BARE_PATH)
     if not path:
-        raise reader.fault("expected a number, a file such as steer.safetensors:happy, @source, mean(...), proj(...) or "
-                           "noise(...)", at)
+        raise reader.fault("expected a number, a file such as steer.safetensors:happy, @source, mean(...), proj(...) "
+                           "or noise(...)", at)
     if "\0" in path:
         raise reader.fault("a path holds no null character", at)
     return path
@@ -350,27 +350,11 @@ def targets(intervention: Intervention, catalog: Any) -> tuple[Selected, ...]:
 
 def refusal(catalog: Any, name: str) -> str | None:
     """Why a hook point cannot be edited; None where it can."""
-    row = catalog.row(name)
-    editable = getattr(row, "editable", None)
-    if editable is None:
-        editable = _listed(name)
-    if editable:
+    if catalog.editable(name):
         return None
-    if row.derived:
+    if catalog.derived(name):
         return "it is formed beside the forward, and nothing that follows reads it"
-    return "what follows reads it through a fused kernel; edit its input or output"
-
-
-_EDITABLE = re.compile(
-    r"hook_embed|hook_pos_embed|blocks\.\d+\.hook_(?:resid_(?:pre|mid|post)|attn_out|mlp_out)"
-    r"|(?:blocks\.\d+\.ln[12]|ln_final)\.hook_normalized|blocks\.\d+\.attn\.hook_(?:q|k|v|rot_q|rot_k|z)"
-    r"|blocks\.\d+\.mlp\.hook_(?:pre|pre_linear|post|router_logits)|unembed\.hook_out"
-)
-
-
-def _listed(name: str) -> bool:
-    """Whether DESIGN's list of editable points has it; gone as soon as the catalog's rows say it themselves."""
-    return _EDITABLE.fullmatch(name) is not None
+    return "no write to it is proved when an engine starts; the points before and after it can be edited"
 
 
 def check(interventions: Iterable[Intervention], catalog: Any, *, allow_nan: bool, has_source: bool) -> None:

@@ -50,6 +50,27 @@ class Prompt:
     system: str | None = None
 
 
+@dataclass(frozen=True)
+class Interventions:
+    """What `-i` and `--spec` change in the run of every prompt.
+
+    expressions  as `interventions.parse` reads them; paths are absolute, since the engine works in another folder
+    sources      the prompt of the source run: one for all prompts, or one for each
+    seed         of noise
+    allow_nan    take values that are not finite
+    """
+
+    expressions: tuple[str, ...] = ()
+    sources: tuple[Prompt, ...] = ()
+    seed: int = 0
+    allow_nan: bool = False
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Interventions:
+        return cls(**{**fields, "expressions": _texts(fields["expressions"]),
+                      "sources": tuple(map(_prompt, fields["sources"]))})
+
+
 class Query(Protocol):
     """One question. `verb` names it on the wire, and the module of `driver/` that answers it."""
 
@@ -72,6 +93,7 @@ class CaptureQuery:
     values      put every value into the reply's body
     save_dtype  cast what is written to a file (None: the engine's own dtype)
     one_chunk   refuse a prompt that needs more than one forward
+    interventions  changes of the forward that is captured from
     """
 
     verb: ClassVar[str] = "capture"
@@ -85,6 +107,7 @@ class CaptureQuery:
     values: bool = False
     save_dtype: str | None = None
     one_chunk: bool = False
+    interventions: Interventions = Interventions()
 
     def summary(self) -> str:
         """What this asks, in a few words, for who waits behind it."""
@@ -95,7 +118,8 @@ class CaptureQuery:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> CaptureQuery:
-        return cls(**{**fields, "prompts": tuple(map(_prompt, fields["prompts"])), "hooks": _texts(fields["hooks"])})
+        return cls(**{**fields, "prompts": tuple(map(_prompt, fields["prompts"])), "hooks": _texts(fields["hooks"]),
+                      "interventions": Interventions.from_json(fields["interventions"])})
 
 
 def _prompt(fields: dict[str, Any]) -> Prompt:
@@ -108,7 +132,7 @@ def _prompt(fields: dict[str, Any]) -> Prompt:
 
 def _texts(items: Any) -> tuple[str, ...]:
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
-        raise TypeError("hooks are a list of texts")
+        raise TypeError("neither hooks nor expressions: a list of texts")
     return tuple(items)
 
 

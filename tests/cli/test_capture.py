@@ -38,7 +38,7 @@ def test_every_option_reaches_the_engine(shell):
         shell, "--hook", "blocks.*.attn.hook_z", "--hook", "blocks.0.attn.hook_q[pos=0]", "--pos", "-1",
         "--head", "3", "--dim", "0:1", "--values", "-o", "a.safetensors", "--save-dtype", "float16", "-m", "some",
         "--dtype", "bfloat16", "--max-len", "99", "--chunk", "16", "--one-chunk", "--keep-alive", "2h", "--chat",
-        "--timeout", "3",
+        "--timeout", "3", "-i", "blocks.0.hook_mlp_out   =  0.50", "--seed", "7", "--allow-nan",
         "--system", "Be.", "--no-bos", "hello",
     )  # fmt: skip
     assert body["query"] == {
@@ -46,6 +46,7 @@ def test_every_option_reaches_the_engine(shell):
         "hooks": ["blocks.*.attn.hook_z", "blocks.0.attn.hook_q[pos=0]"],
         "pos": "-1", "head": "3", "dim": "0:1", "bos": False, "values": True, "save_dtype": "float16",
         "one_chunk": True,
+        "interventions": {"expressions": ["blocks.0.hook_mlp_out = 0.5"], "sources": [], "seed": 7, "allow_nan": True},
     }  # fmt: skip
     assert body["spec"] == {
         "model": "/models/tiny", "name": "some", "revision": None, "dtype": "bfloat16", "max_len": 99, "chunk": 16,

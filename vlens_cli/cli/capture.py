@@ -26,6 +26,12 @@ class Typed(NamedTuple):
     head: str | None
     dim: str | None
     values: bool
+    expressions: tuple[str, ...]
+    specs: tuple[str, ...]
+    sources: tuple[str, ...]
+    source_tokens: tuple[str, ...]
+    seed: int
+    allow_nan: bool
     as_json: bool
     as_table: bool
     output: str | None
@@ -46,6 +52,7 @@ class Typed(NamedTuple):
               help="A hook point or a pattern, repeatable; quote it: 'blocks.{0,5}.hook_resid_post[pos=-1]'.")
 @options.selectors
 @click.option("--values", is_flag=True, help="Print every value, not only the summary of each position.")
+@options.interventions
 @options.output_format
 @options.saving
 @options.model
@@ -91,6 +98,7 @@ def _query(asked: Typed) -> CaptureQuery:
         values=asked.values,
         save_dtype=asked.save_dtype,
         one_chunk=asked.one_chunk,
+        interventions=options.interventions_of(asked),
     )
 
 
@@ -98,4 +106,6 @@ def _check(requests: tuple[hooks.HookRequest, ...], query: CaptureQuery, config:
     """Refuse what this model does not have, where the engine, which does it too, would be waited for."""
     from vlens_cli import families
 
-    hooks.resolve(requests, families.catalog_for(config), query.pos, query.head, query.dim)
+    catalog = families.catalog_for(config)
+    hooks.resolve(requests, catalog, query.pos, query.head, query.dim)
+    options.check_interventions(query.interventions, catalog)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vlens_cli.errors import UsageError
-from vlens_cli.query import EngineSpec
+from vlens_cli.query import EngineSpec, Interventions
 
 if TYPE_CHECKING:
     from vlens_cli.daemon.client import Asking
@@ -84,6 +84,41 @@ selectors = together(
     click.option("--head", metavar="ITEMS", help="Heads, for hooks without [head=...]: 3, 0:4."),
     click.option("--dim", metavar="ITEMS", help="Indices of the last axis, for hooks without [dim=...]: 10, 0:8."),
 )  # fmt: skip
+
+interventions = together(
+    click.option("-i", "--intervene", "expressions", multiple=True, metavar="EXPR",
+                 help="Change the forward, repeatable, in order: 'blocks.5.hook_mlp_out = 0', 'blocks.8.hook_resid_post"
+                 "[pos=3] = @source', 'blocks.10.hook_resid_post += 4 * steer.safetensors:happy'."),
+    click.option("--spec", "specs", multiple=True, metavar="FILE",
+                 help="Interventions from a JSON file, after those of -i: a list of objects (hook, op, value, pos)."),
+    click.option("--source", "sources", multiple=True, metavar="TEXT",
+                 help="The prompt that @source values come from: one for all prompts, or one for each."),
+    click.option("--source-tokens", multiple=True, metavar="IDS", help="The same as token ids."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Of noise(...)."),
+    click.option("--allow-nan", is_flag=True, help="Take values that are not finite."),
+)  # fmt: skip
+
+
+def interventions_of(asked: Any, source_is_read: bool = True) -> Interventions:
+    """What the options of `interventions` ask; `asked` has them by name, and `chat` and `system`.
+
+    Raises UsageError, HookError, PathError or PromptError; where only @source reads a source (`source_is_read`), also
+    for one that nothing reads.
+    """
+    if not (asked.expressions or asked.specs or asked.sources or asked.source_tokens):
+        return Interventions()
+    from vlens_cli.cli import edits  # not loaded for a command without
+
+    return edits.collect(asked, source_is_read)
+
+
+def check_interventions(asked: Interventions, catalog: Any) -> None:
+    """Raises UsageError or HookError for what this model does not take, before an engine is waited for."""
+    if asked.expressions:
+        from vlens_cli.cli import edits
+
+        edits.check(asked, catalog)
+
 
 def spec(model: Model, dtype: str, max_len: int | None, chunk: int | None) -> EngineSpec:
     """The engine that the options of `model` and `engine` name."""

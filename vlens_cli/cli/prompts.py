@@ -49,7 +49,7 @@ def collect(given: Sources, *, chat: bool, system: str | None, bos: bool | None)
         raise UsageError("--system is a message of the chat template, and --chat is not given", hint="add --chat")
     if [*given.arguments[: len(given.arguments) - given.n_literal], *given.files].count("-") > 1:
         raise UsageError("standard input is asked for twice, and can be read once")
-    found = [*_arguments(given), *_lines(given.files), *map(_typed_ids, given.tokens)]
+    found = [*_arguments(given), *_lines(given.files), *map(typed_ids, given.tokens)]
     if not found:
         raise PromptError("there is no prompt", hint='type one: "The Eiffel Tower is in", or -f FILE, or - for '
                           "standard input", code="no_prompt")  # fmt: skip
@@ -94,9 +94,14 @@ def _ids(ids: Iterable[Any], where: str) -> Prompt:
     return Prompt(tokens=tokens)
 
 
-def _typed_ids(text: str) -> Prompt:
+def one(text: str, what: str, chat: bool, system: str | None) -> Prompt:
+    """A prompt of an option that is no file and no `-`, as the others are fed."""
+    return replace(_text(text, what), chat=chat, system=system)
+
+
+def typed_ids(text: str, where: str = "--tokens") -> Prompt:
     parts = [part for part in re.split(r"[,\s]+", text) if part]
-    return _ids((int(part) if re.fullmatch(r"[0-9]{1,15}", part) else part for part in parts), "--tokens")
+    return _ids((int(part) if re.fullmatch(r"[0-9]{1,15}", part) else part for part in parts), where)
 
 
 # Files

@@ -128,6 +128,7 @@ def capture(body: dict[str, Any]) -> str:
     parts = [line(visible(f"{model['name']} ({model['family']}, {model['dtype']})"))]
     for place, prompt in enumerate(body["prompts"]):
         parts += [line(), line(_heading(prompt, place, len(body["prompts"])), "bold")]
+        parts += [line(visible(text)) for text in fired(prompt)]
         pieces = {t["pos"]: f"#{t['id']}" if t["text"] is None else quoted(t["text"]) for t in prompt["tokens"]}
         for name, hook in prompt["hooks"].items():
             parts += [line(), line(_title(name, hook), "bold")]
@@ -136,6 +137,20 @@ def capture(body: dict[str, Any]) -> str:
             parts += [_hook_table(hook, pieces)] if rows else []
             parts += [line(text) for row in rows if "values" in row for text in _values(row, hook)]
     return draw(*parts)
+
+
+def fired(prompt: dict[str, Any]) -> list[str]:
+    """A line for each intervention, over all of its hook points: how often it was applied."""
+    counts: dict[str, list[int]] = {}
+    for edit in prompt.get("edits", ()):
+        counts.setdefault(edit["expression"], []).append(edit["fired"])
+    return [f"{expression}  ({_times(found)})" for expression, found in counts.items()]
+
+
+def _times(counts: list[int]) -> str:
+    least, most = min(counts), max(counts)
+    forwards = f"{least} forward{'s' * (least != 1)}" if least == most else f"{least} to {most} forwards"
+    return f"applied in {forwards}" + (f", at {len(counts)} hook points" if len(counts) > 1 else "")
 
 
 def _heading(prompt: dict[str, Any], place: int, n_prompts: int) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from vlens_cli import __version__, hooks
 from vlens_cli.driver import boot
 from vlens_cli.driver.base import Request, Result, Want
+from vlens_cli.driver.edits import Edited, edits_for
 from vlens_cli.driver.tokens import Fed
 from vlens_cli.query import SCHEMA_VERSION, CaptureQuery, Reply
 
@@ -26,7 +27,9 @@ def answer(session: Session, query: CaptureQuery, progress: Progress, into: Bina
     asked = hooks.resolve(map(hooks.parse, query.hooks), session.catalog, pos=query.pos, head=query.head, dim=query.dim)
     wants = [{s.name: Want(positions_of(session, s, f), s.head, s.dim) for s in asked} for f in fed]
     session.check_memory(size(session, fed, wants))
-    results, seconds = session.run([Request(f.ids, want) for f, want in zip(fed, wants, strict=True)], progress)
+    edited = edits_for(session, query.interventions, fed, progress, bos=query.bos)
+    results, seconds = session.run(
+        [Request(f.ids, want, edits=edits) for f, want, edits in zip(fed, wants, edited.edits, strict=True)], progress)
     from vlens_cli.driver import blob
 
     n_rows = sum(len(c.positions) for r in results for c in r.captured.values())
@@ -34,8 +37,10 @@ def answer(session: Session, query: CaptureQuery, progress: Progress, into: Bina
     left_out = [] if with_rows else [
         f"the statistics of {n_rows} rows are left out beside the file; without -o they are printed"]
     return Reply(
-        body=_body(session, query, fed, wants, results, with_rows) | {"seconds": {"forward": round(seconds, 6)}},
-        notes=tuple(dict.fromkeys([*session.plan.notes, *(note for f in fed for note in f.notes), *left_out])),
+        body=_body(session, query, fed, wants, results, edited, with_rows)
+        | {"seconds": {"forward": round(seconds, 6)}},
+        notes=tuple(dict.fromkeys(
+            [*session.plan.notes, *(note for f in fed for note in f.notes), *edited.notes, *left_out])),
         saved=None if into is None else blob.write_capture(
             into, session.spec, session.plan.dtype, session.catalog, fed, wants, results, query.save_dtype),
     )
@@ -74,7 +79,7 @@ def token_rows(fed: Fed) -> list[dict[str, Any]]:
 
 
 def _body(session: Session, query: CaptureQuery, fed: Sequence[Fed], wants: Sequence[dict[str, Want]],
-          results: Sequence[Result], rows: bool) -> dict[str, Any]:
+          results: Sequence[Result], edited: Edited, rows: bool) -> dict[str, Any]:
     from vlens_cli.driver import summary
 
     catalog = session.catalog
@@ -88,6 +93,7 @@ def _body(session: Session, query: CaptureQuery, fed: Sequence[Fed], wants: Sequ
                 "text": f.text,
                 "chunks": result.chunks,
                 "tokens": token_rows(f),
+                **({"edits": edited.body(result.fired)} if edited.labels else {}),
                 "hooks": {
                     name: summary.hook_body(captured, want[name], catalog.axes(name), catalog.derived(name),
                                             query.values, rows, session.tokens.text_of)

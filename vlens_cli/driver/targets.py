@@ -52,7 +52,7 @@ def _target(typed: str, tokens: Tokens, d_vocab: int, prefix: bool) -> Target:
     if len(ids) > 1 and not prefix:
         shown = " ".join(f'"{piece}"' for piece in pieces)
         raise UsageError(f"a target is one token, and {typed!r} has {len(ids)}: {shown}", code="target_pieces",
-                         hint="--target-prefix takes the first for the whole; a space before a word is part of its token")
+                         hint="--target-prefix takes the first for the whole; the space before a word is part of it")
     return Target(typed, ids[0], tokens.text_of(ids[0]), pieces)
 
 
