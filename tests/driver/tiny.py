@@ -39,13 +39,46 @@ BASE: dict[str, Any] = dict(
 )
 
 # Family: what differs from BASE; `...` takes a setting away (gpt2 would keep a number of kv heads without meaning it).
+# Windows are shorter than the tests' prompts, and softcaps and multipliers far from 1, so that a forgotten one shows.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
     "qwen2": {},
     "qwen3": {"head_dim": 32},
     "phi3": {},
+    "gemma": {"head_dim": 32},
+    "gemma2": {
+        "head_dim": 32, "sliding_window": 16, "query_pre_attn_scalar": 48, "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {
+        "head_dim": 32, "sliding_window": 16, "query_pre_attn_scalar": 48,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "qwen3_moe": {
+        "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "decoder_sparse_step": 1, "mlp_only_layers": [1],
+    },
+    "mixtral": {"num_local_experts": 4},
     "gpt2": {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 512, "num_key_value_heads": ...},
+    "opt": {"ffn_dim": 256, "word_embed_proj_dim": 128, "num_key_value_heads": ...},
+    "gpt_neox": {"num_key_value_heads": ...},
+    "olmo2": {},
+    "starcoder2": {"sliding_window": 16},
+    "stablelm": {"use_qkv_bias": True},
+    "cohere": {},
+    "granite": {
+        "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2,
+    },
+    "glm4": {"head_dim": 32, "attention_bias": True},
+    "bloom": {"n_layer": 4, "n_head": 4, "num_key_value_heads": ...},
+    "falcon": {"num_kv_heads": 1, "num_key_value_heads": ...},
+    "gpt_oss": {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+    "deepseek_v2": {
+        "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64,
+        "v_head_dim": 64, "n_group": 1, "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_shared_experts": 1,
+    },
 }
 
 # Variant: what it is.

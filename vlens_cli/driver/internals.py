@@ -41,15 +41,33 @@ def request_extra(new_request: Any) -> dict[str, Any]:
 
 
 def norm_eps(norm: torch.nn.Module) -> float:
-    """The eps of a norm layer: vLLM's RMSNorm (0.26 to 0.32) keeps it as `variance_epsilon`."""
-    return float(norm.variance_epsilon)
+    """The eps of a norm layer: vLLM's RMSNorm (0.26 to 0.32) keeps it as `variance_epsilon`, torch's and vLLM's
+    LayerNorm as `eps`."""
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
-def norm_affine(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A normalized stream after the norm's weight, and its bias where it has one."""
-    out = x * norm.weight
+def route(experts: torch.nn.Module, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights [rows, k], indices [rows, k]) of the experts that the engine chooses for router logits [rows, expert].
+
+    0.32: the runner of a mixture of experts has a `router`, which it asks at each forward; the hidden states count only
+    where a model brings a routing function of its own.
+    """
+    return experts.router.select_experts(hidden_states=logits, router_logits=logits)
+
+
+def norm_affine(norm: torch.nn.Module, x: torch.Tensor, kind: str) -> torch.Tensor:
+    """A normalized stream after the norm's weight (1 + weight for `rms_plus_one`), and its bias where it has one."""
+    weight = norm.weight.to(x.dtype)
+    out = x * (1 + weight if kind == "rms_plus_one" else weight)
     bias = getattr(norm, "bias", None)
-    return out if bias is None else out + bias
+    return out if bias is None else out + bias.to(x.dtype)
+
+
+def experts(runner: torch.nn.Module, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """What the experts that router logits choose make of x [rows, d_model], shared experts left out (0.32)."""
+    weights, indices = route(runner, logits)
+    return runner.routed_experts.forward_modular(x=x, topk_weights=weights, topk_ids=indices, shared_experts=None,
+                                                 shared_experts_input=None)
 
 
 def linear(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,10 @@ from vlens_cli.families import Catalog, Row
 
 @dataclass(frozen=True)
 class Point:
-    """One located hook point: which module's call is read, which tensors, which columns of them."""
+    """One located hook point: which module's call is read, which tensors, which columns of them.
+
+    norm and factor are what its formula needs of the family and the config; `helper` is its second module.
+    """
 
     name: str
     row: Row
@@ -26,6 +29,11 @@ class Point:
     module: torch.nn.Module
     columns: slice | None
     shape: tuple[int, ...]
+    norm: str = "rms"
+    factor: float = 1.0
+    helper: torch.nn.Module | None = None
+    batch_axis: bool = False
+    parts: int = 1
 
     @property
     def on_input(self) -> bool:
@@ -42,10 +50,19 @@ class Point:
         else:
             outputs = output if isinstance(output, tuple) else (output,)
             found = [outputs[place] for place in self.row.outputs if place < len(outputs)]
-        tensors = [t if self.columns is None else t[:, self.columns] for t in map(_flat, found) if t is not None]
+        tensors = [self._part(_flat(t[0] if self.batch_axis else t)) for t in found if t is not None]
         if not tensors:
             raise LookupError(f"{self.name}: nothing to read in this call")
         return tensors
+
+    def _part(self, t: torch.Tensor) -> torch.Tensor:
+        if self.row.interleaved:
+            return t.unflatten(1, (self.shape[0], self.parts, -1))[:, :, self.row.part]
+        return t if self.columns is None else t[:, self.columns]
+
+    def shaped(self, t: torch.Tensor) -> torch.Tensor:
+        """[rows, width] as a view [rows, *shape]; already so where the parts of a fused output alternate."""
+        return t if t.shape[1:] == self.shape else t.unflatten(-1, self.shape)
 
     def _argument(self, key: str | int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         if isinstance(key, int):
@@ -56,9 +73,9 @@ class Point:
         return args[place] if place < len(args) else None
 
 
-def _flat(t: torch.Tensor | None) -> torch.Tensor | None:
+def _flat(t: torch.Tensor) -> torch.Tensor:
     """[tokens, heads, d_head] -> [tokens, width], as q and k norms see it."""
-    return t.flatten(1) if t is not None and t.ndim > 2 else t
+    return t.flatten(1) if t.ndim > 2 else t
 
 
 class Locator:
@@ -94,12 +111,20 @@ class Locator:
         return found, refused
 
     def _point(self, name: str, row: Row, layer: int | None) -> Point:
-        module = self.module(row.module, layer if "{i}" in self.catalog.spec.modules[row.module] else None)
-        shape = tuple(self.catalog.size(axis) for axis in row.axes[1:])
-        return Point(name, row, layer, module, self._columns(row, layer), shape)
+        try:
+            module = self.module(row.module, layer)
+        except LookupError as miss:
+            raise LookupError(row.absent or str(miss)) from miss
+        spec = self.catalog.spec
+        return Point(
+            name, row, layer, module, self._columns(row, layer),
+            shape=tuple(self.catalog.size(axis) for axis in row.axes[1:]), norm=spec.norm, factor=self.catalog.factor(row),
+            helper=self.module(row.helper, layer) if row.helper else None, batch_axis=spec.batch_axis,
+            parts=len(row.split),
+        )
 
     def _columns(self, row: Row, layer: int | None) -> slice | None:
-        if not row.split:
+        if not row.split or row.interleaved:
             return None
         widths = [self._width(axis) for axis in row.split]
         start = sum(widths[: row.part])

@@ -7,7 +7,7 @@ refused by name. Every check is written as `got` against `want`, in fp32, over t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set as AbstractSet
+from collections.abc import Callable, Iterator, Sequence, Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -28,10 +28,6 @@ WRITTEN_TOGETHER = (
     ("hook_resid_post", "unembed.hook_out"),
     ("hook_normalized",),
 )  # fmt: skip
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": torch.nn.functional.silu,
-}
 
 
 @dataclass(frozen=True)
@@ -55,13 +51,16 @@ class Check:
 class Proof:
     """Checks of one model, from the captured values of one forward of a few tokens.
 
-    values  canonical name -> [pos, ...] for every located point;  logits  the engine's own, last position, if known
+    values  canonical name -> [pos, ...] for every located point
+    logits  the engine's own, last position, if known;  tokens  the ids that were fed, at positions from 0, if known
     """
 
-    def __init__(self, locator: Locator, values: dict[str, torch.Tensor], logits: torch.Tensor | None = None) -> None:
+    def __init__(self, locator: Locator, values: dict[str, torch.Tensor], logits: torch.Tensor | None = None,
+                 tokens: Sequence[int] = ()) -> None:
         self._locator = locator
         self._values = values
         self._logits = logits
+        self._tokens = tokens
         self._spec = locator.catalog.spec
         self._layers = locator.catalog.n_layers
 
@@ -107,71 +106,129 @@ class Proof:
         """The values of several points; None where one was not located (it is refused already)."""
         return [self._values[n] for n in names] if all(n in self._values for n in names) else None
 
+    def _first(self, *names: str) -> str:
+        """The first of several points that this family has."""
+        return next(n for n in names if n in self._locator.catalog.points)
+
+    def _has(self, name: str) -> bool:
+        return name in self._locator.catalog.points
+
     def _check(self, law: str, got: str, want: Callable[..., torch.Tensor], *of: str) -> Iterator[Check]:
         """The identity got = want(of); nothing where one of them was not located: it is refused already."""
         found = self._at(got, *of)
-        if found is not None:
+        if found is None:
+            return
+        try:
             wanted = want(*found[1:])
-            yield Check((got, *of), law, found[0].reshape(wanted.shape), wanted)
+        except RuntimeError:  # torch's word for widths that do not fit
+            wanted = found[0].new_empty(0)
+        fits = found[0].numel() == wanted.numel()
+        yield Check((got, *of), law, found[0].reshape(wanted.shape) if fits else found[0], wanted)
 
     def _ends(self) -> Iterator[Check]:
         first, last = "blocks.0.hook_resid_pre", f"blocks.{self._layers - 1}.hook_resid_post"
-        yield from self._check("hook_embed = resid_pre[0]", "hook_embed", lambda x: x, first)
+        yield from self._embedding("hook_embed", "embed", self._tokens)
+        yield from self._embedding("hook_pos_embed", "pos_embed", range(len(self._tokens)))
+        if self._has("hook_pos_embed"):
+            yield from self._check("embed + pos_embed = resid_pre[0]", first, torch.add, "hook_embed", "hook_pos_embed")
+        else:
+            yield from self._check("hook_embed = resid_pre[0]", "hook_embed", lambda x: x, first)
         yield from self._norm("ln_final", "ln_final", None, last)
         found = self._at("unembed.hook_out")
         if found is not None and self._logits is not None:
             law = "the unembedding of ln_final.hook_out = the engine's logits"
             yield Check(("unembed.hook_out", "ln_final.hook_out"), law, found[0][-1:], self._logits)
 
+    def _embedding(self, name: str, role: str, ids: Sequence[int]) -> Iterator[Check]:
+        """The engine's own embedding of the fed ids, times the family's factor."""
+        if name in self._values and ids:
+            factor = self._locator.catalog.factor(self._locator.catalog.row(name))
+            at = torch.tensor(list(ids), device=self._values[name].device)
+            yield from self._check(f"{name} = the embedding of what was fed", name,
+                                   lambda: self._locator.module(role)(at) * factor)
+
     def _stream(self, i: int) -> Iterator[Check]:
         pre, mid, post, attn, mlp = (
             f"blocks.{i}.hook_{p}" for p in ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
         )
-        yield from self._check("resid_pre + attn_out = resid_mid", mid, torch.add, pre, attn)
-        yield from self._check("resid_mid + mlp_out = resid_post", post, torch.add, mid, mlp)
+        if self._has(mid):
+            yield from self._check("resid_pre + attn_out = resid_mid", mid, torch.add, pre, attn)
+            yield from self._check("resid_mid + mlp_out = resid_post", post, torch.add, mid, mlp)
+        else:
+            yield from self._check("resid_pre + attn_out + mlp_out = resid_post", post, lambda x, a, m: x + a + m,
+                                   pre, attn, mlp)
         if i + 1 < self._layers:
             after = f"blocks.{i + 1}.hook_resid_pre"
             yield from self._check("resid_post[i] = resid_pre[i+1]", post, lambda x: x, after)
+        for out in ("attn", "mlp"):
+            yield from self._multiplied(f"blocks.{i}.hook_{out}_out", f"blocks.{i}.{out}.hook_out")
+
+    def _multiplied(self, added: str, own: str) -> Iterator[Check]:
+        """Where a residual multiplier follows a sublayer."""
+        catalog = self._locator.catalog
+        if self._has(own) and catalog.row(added).factor:
+            factor = catalog.factor(catalog.row(added))
+            yield from self._check(f"{catalog.row(added).factor} times the sublayer's own output = what is added", added,
+                                   lambda x: x * factor, own)
 
     def _norms(self, i: int) -> Iterator[Check]:
-        yield from self._norm(f"blocks.{i}.ln1", "ln1", i, f"blocks.{i}.hook_resid_pre")
-        yield from self._norm(f"blocks.{i}.ln2", "ln2", i, f"blocks.{i}.hook_resid_mid")
+        b = f"blocks.{i}"
+        pre = f"{b}.hook_resid_pre"
+        yield from self._norm(f"{b}.ln1", "ln1", i, pre)
+        yield from self._norm(f"{b}.ln2", "ln2", i, self._first(f"{b}.hook_resid_mid", pre))
+        yield from self._norm(f"{b}.ln1_post", "ln1_post", i, f"{b}.attn.hook_out", f"{b}.hook_attn_out")
+        yield from self._norm(f"{b}.ln2_post", "ln2_post", i, f"{b}.mlp.hook_out", f"{b}.hook_mlp_out")
 
-    def _norm(self, name: str, role: str, layer: int | None, stream: str) -> Iterator[Check]:
-        """normalized * scale is the stream, and the norm's own forward of the stream is its output."""
-        scale, normalized, out = f"{name}.hook_scale", f"{name}.hook_normalized", f"{name}.hook_out"
-        module = self._locator.module(role, layer)
-        yield from self._check(f"{name}: normalized * scale = its input", normalized, torch.div, stream, scale)
-        yield from self._check(f"{name}: out = the norm of its input", out, lambda x: module(x.clone()), stream)
-        yield from self._check(f"{name}: out = normalized * weight", out,
-                               lambda x: x * module.weight.to(x.dtype), normalized)
+    def _norm(self, name: str, role: str, layer: int | None, source: str, out: str = "") -> Iterator[Check]:
+        """normalized * scale is the (centred) input, and the norm's own forward of the input is its output."""
+        if role not in self._spec.modules or not self._has(f"{name}.hook_scale"):
+            return
+        out = out or f"{name}.hook_out"
+        scale, normalized = f"{name}.hook_scale", f"{name}.hook_normalized"
+        module, kind = self._locator.module(role, layer), self._spec.norm
+        yield from self._check(f"{name}: normalized * scale = its input", normalized,
+                               lambda x, s: self._centred(x) / s, source, scale)
+        yield from self._check(f"{name}: out = the norm of its input", out, lambda x: _first_of(module(x.clone())), source)
+        yield from self._check(f"{name}: out = normalized * weight", out, lambda x: internals.norm_affine(module, x, kind), normalized)
+
+    def _centred(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(-1, keepdim=True) if self._spec.norm == "layer" else x
 
     def _attention(self, i: int) -> Iterator[Check]:
         b = f"blocks.{i}.attn"
         q, k, v = f"{b}.hook_q", f"{b}.hook_k", f"{b}.hook_v"
         rot_q, rot_k, z = f"{b}.hook_rot_q", f"{b}.hook_rot_k", f"{b}.hook_z"
-        yield from self._projection("qkv", i, f"blocks.{i}.ln1.hook_out", (q, k, v))
+        yield from self._projection("qkv", i, self._first(f"blocks.{i}.ln1.hook_out", f"blocks.{i}.hook_resid_pre"),
+                                    (q, k, v))
         yield from self._head_norms(i)
-        normed = (f"{b}.hook_q_normed", f"{b}.hook_k_normed")
-        yield from self._rotation(i, normed if self._at(*normed) else (q, k), (rot_q, rot_k))
+        before = self._first(f"{b}.hook_q_normed", q), self._first(f"{b}.hook_k_normed", k)
+        if self._has(rot_q):
+            yield from self._rotation(i, before, (rot_q, rot_k))
+            before = rot_q, rot_k
         attention = self._locator.module("attention", i)
         if internals.attention_plain(attention):
             scale, window = internals.attention_scale(attention), internals.attention_window(attention)
-            yield from self._check("the pattern of rot_q and rot_k, times v = z", z,
-                                   lambda *qkv: attend(*qkv, scale, window), rot_q, rot_k, v)
-        yield from self._check("the output projection of z = attn_out", f"blocks.{i}.hook_attn_out",
+            yield from self._check("the pattern of q and k, as the kernel gets them, times v = z", z,
+                                   lambda *qkv: attend(*qkv, scale, window), *before, v)
+        yield from self._check("the output projection of z = the output of attention",
+                               self._first(f"{b}.hook_out", f"blocks.{i}.hook_attn_out"),
                                lambda x: self._project("o", i, x.flatten(1)), z)
 
     def _rotation(self, i: int, before: tuple[str, str], after: tuple[str, str]) -> Iterator[Check]:
         found = self._at(*before, *after)
         if found is None:
             return
-        q, k = (t.flatten(1).clone() for t in found[:2])
+        q, k = found[:2]
         positions = torch.arange(q.shape[0], device=q.device)
-        rotated = self._locator.module("rotary", i)(positions, q, k)
+        module = self._locator.module("rotary", i)
+        if self._spec.rotation == "tables":
+            tables = module(q.flatten(1)[None], position_ids=positions[None])
+            rotated = turn_halves(q, *tables), turn_halves(k, *tables)
+        else:
+            rotated = module(positions, q.flatten(1).clone(), k.flatten(1).clone())
         for source, name, got, want in zip(before, after, found[2:], rotated, strict=True):
             law = f"{name.rsplit('.', 1)[1]} = the rotation of {source.rsplit('.', 1)[1]}"
-            yield Check((name, source), law, got, want.view_as(got))
+            yield Check((name, source), law, got, want.reshape(got.shape))
 
     def _head_norms(self, i: int) -> Iterator[Check]:
         for role, part in (("q_norm", "q"), ("k_norm", "k")):
@@ -179,33 +236,85 @@ class Proof:
                 name = f"blocks.{i}.attn.hook_{part}"
                 module = self._locator.module(role, i)
                 yield from self._check(f"{part}_normed = the norm of {part}", f"{name}_normed",
-                                       lambda x, m=module: m(x.clone()), name)
+                                       lambda x, m=module: _first_of(m(_as_normed(m, x).clone())), name)
 
     def _mlp(self, i: int) -> Iterator[Check]:
-        pre, linear, post, out = (
-            f"blocks.{i}.{p}" for p in ("mlp.hook_pre", "mlp.hook_pre_linear", "mlp.hook_post", "hook_mlp_out")
-        )
-        act = ACTIVATIONS[self._spec.activation]
-        yield from self._projection("gate_up", i, f"blocks.{i}.ln2.hook_out", (pre, linear))
-        yield from self._check("act(pre) * pre_linear = post", post, lambda x, y: act(x) * y, pre, linear)
-        yield from self._check("the down projection of post = mlp_out", out,
+        b = f"blocks.{i}"
+        pre, linear, post = (f"{b}.mlp.hook_{p}" for p in ("pre", "pre_linear", "post"))
+        source = self._first(f"{b}.ln2.hook_out", f"{b}.hook_resid_mid", f"{b}.ln1.hook_out")
+        if self._has(linear):
+            yield from self._projection("gate_up", i, source, (pre, linear))
+            yield from self._check("act(pre) * pre_linear = post", post,
+                                   lambda x, y: self._locator.module("act", i)(torch.cat([x, y], -1)), pre, linear)
+        else:
+            yield from self._projection("up", i, source, (pre,))
+            yield from self._check("act(pre) = post", post, lambda x: self._locator.module("act", i)(x.clone()), pre)
+        yield from self._check("the down projection of post = the output of the MLP",
+                               self._first(f"{b}.mlp.hook_out", f"{b}.hook_mlp_out"),
                                lambda x: self._project("down", i, x), post)
+        yield from self._experts(i, source)
+
+    def _experts(self, i: int, source: str) -> Iterator[Check]:
+        logits, weights, indices = (f"blocks.{i}.mlp.hook_{p}" for p in ("router_logits", "expert_weights", "expert_indices"))
+        yield from self._check("router_logits = the router's projection", logits,
+                               lambda x: self._project("router", i, x), source)
+        k = self._locator.catalog.dims.n_active
+        yield from self._check("the experts that router_logits choose = mlp_out", f"blocks.{i}.hook_mlp_out",
+                               lambda x, of: internals.experts(self._locator.module("experts", i), x, of), source, logits)
+        yield from self._check("the chosen experts have the largest router logits", logits,
+                               lambda x, chosen: _chosen_first(x, chosen, k), logits, indices)
+        yield from self._check("expert_weights are in proportion to the softmax of router_logits", weights,
+                               lambda x, chosen, given: _shares(x, chosen, given), logits, indices, weights)
 
     def _projection(self, role: str, layer: int, source: str, parts: tuple[str, ...]) -> Iterator[Check]:
         """A fused projection's columns, part by part: a wrong part does not blame the others."""
         found = self._at(source, *parts)
         if found is None:
             return
-        widths = [t[0].numel() for t in found[1:]]
         product = self._project(role, layer, found[0])
+        widths = [t[0].numel() for t in found[1:]]
         if product.shape[1] != sum(widths):
             yield Check(parts, f"the widths of {role} = those of its parts", product, product[:, :0])
             return
-        for name, got, want in zip(parts, found[1:], product.split(widths, dim=1), strict=True):
+        if self._locator.catalog.row(parts[0]).interleaved:
+            wanted = [part.flatten(1) for part in product.unflatten(1, (-1, len(parts), found[1].shape[-1])).unbind(2)]
+        else:
+            wanted = product.split(widths, dim=1)
+        for name, got, want in zip(parts, found[1:], wanted, strict=True):
             yield Check((name, source), f"{name.rsplit('.', 1)[1]} = its part of the {role} projection", got.flatten(1), want)
 
     def _project(self, role: str, layer: int, x: torch.Tensor) -> torch.Tensor:
         return internals.linear(self._locator.module(role, layer), x)
+
+
+def _first_of(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _as_normed(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Queries or keys as their norm sees them: head by head, or all heads at once."""
+    return x.flatten(1) if norm.weight.shape == (x[0].numel(),) else x
+
+
+def _chosen_first(logits: torch.Tensor, chosen: torch.Tensor, k: int) -> torch.Tensor:
+    """The router logits, with those of the chosen experts put where the k largest are: the same if they are these."""
+    out = logits.clone()
+    return out.scatter(1, logits.topk(k).indices, logits.gather(1, chosen.long()))
+
+
+def _shares(logits: torch.Tensor, chosen: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """What the weights are if they share their sum as the softmax says."""
+    shares = logits.float().softmax(-1).gather(1, chosen.long())
+    return (shares / shares.sum(-1, keepdim=True) * given.float().sum(-1, keepdim=True)).to(given.dtype)
+
+
+def turn_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [pos, head, d_head] with the first width of cos and sin [1, pos, width] turned: pairs (j, j + width / 2), Su et
+    al. 2021 in the halves' arrangement of GPT-NeoX."""
+    cos, sin = cos[0][:, None], sin[0][:, None]
+    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    first, second = turned.chunk(2, dim=-1)
+    return torch.cat([turned * cos + torch.cat([-second, first], -1) * sin, rest], -1).to(x.dtype)
 
 
 def _fault(check: Check) -> str:

@@ -92,7 +92,7 @@ def _value(point: Point, want: Want, rows: list[torch.Tensor]) -> torch.Tensor:
         return _sum(rows)
     if derive:
         return _cut(DERIVE[derive](point, rows).view(-1, *point.shape), want)
-    return _sum([_cut(t.unflatten(-1, point.shape), want) for t in rows])
+    return _sum([_cut(point.shaped(t), want) for t in rows])
 
 
 def _cut(t: torch.Tensor, want: Want) -> torch.Tensor:
@@ -110,23 +110,45 @@ def _fp32(rows: list[torch.Tensor]) -> torch.Tensor:
     return rows[0].float() if len(rows) == 1 else rows[0].float() + rows[1].float()
 
 
-def _rms(point: Point, x: torch.Tensor) -> torch.Tensor:
-    """sqrt(mean(x^2) + eps), [rows, 1] (Zhang and Sennrich 2019, equation 4, with eps inside the root)."""
+def _centred(point: Point, rows: list[torch.Tensor]) -> torch.Tensor:
+    """What a norm divides: the stream, less its mean where the family's norms are layer norms."""
+    x = _fp32(rows)
+    return x - x.mean(-1, keepdim=True) if point.norm == "layer" else x
+
+
+def _divisor(point: Point, x: torch.Tensor) -> torch.Tensor:
+    """sqrt(mean(x^2) + eps) of the centred x, [rows, 1]: RMSNorm (Zhang and Sennrich 2019, equation 4, with eps inside
+    the root) and, over a centred x, LayerNorm (Ba, Kiros and Hinton 2016)."""
     return (x.square().mean(-1, keepdim=True) + internals.norm_eps(point.module)).sqrt()
 
 
 def _scale(point: Point, rows: list[torch.Tensor]) -> torch.Tensor:
-    return _rms(point, _fp32(rows)).to(rows[0].dtype)
+    return _divisor(point, _centred(point, rows)).to(rows[0].dtype)
 
 
 def _normalized(point: Point, rows: list[torch.Tensor]) -> torch.Tensor:
-    x = _fp32(rows)
-    return (x / _rms(point, x)).to(rows[0].dtype)
+    x = _centred(point, rows)
+    return (x / _divisor(point, x)).to(rows[0].dtype)
+
+
+def _times_factor(point: Point, rows: list[torch.Tensor]) -> torch.Tensor:
+    return rows[0] * point.factor
+
+
+def _expert_weights(point: Point, rows: list[torch.Tensor]) -> torch.Tensor:
+    return internals.route(point.helper, rows[0])[0]
+
+
+def _expert_indices(point: Point, rows: list[torch.Tensor]) -> torch.Tensor:
+    return internals.route(point.helper, rows[0])[1]
 
 
 DERIVE: dict[str, Callable[[Point, list[torch.Tensor]], torch.Tensor]] = {
     "scale": _scale,
     "normalized": _normalized,
+    "times_factor": _times_factor,
+    "expert_weights": _expert_weights,
+    "expert_indices": _expert_indices,
 }
 
 
@@ -256,7 +278,7 @@ class Taps:
                 self._change_normalized(point, record, tensors, segment)
                 continue
             if point.name in record.edits and not point.row.derive:
-                shaped = [t.unflatten(-1, point.shape) for t in tensors]
+                shaped = [point.shaped(t) for t in tensors]
                 record.change(point.name, shaped, _span(segment), segment.start)
             if point.name in record.wants:
                 record.keep(point, tensors, segment)
@@ -282,7 +304,7 @@ class Taps:
         """Only entries that an edit changed: the others keep the engine's bits."""
         target = output[0] if isinstance(output, tuple) else output
         for rows, before, after in self._renormed.pop(point.name):
-            new = internals.norm_affine(point.module, after)
+            new = internals.norm_affine(point.module, after, point.norm)
             target[rows] = torch.where(after != before, new, target[rows])
 
     def _sampled(self, point: Point, asking: Asking, args: tuple[Any, ...], kwargs: dict[str, Any],

@@ -152,7 +152,7 @@ class VLLMDriver:
         self._call("vlens_watch_logits")
         with boot.translated():
             self._generate([Request(tokens, dict.fromkeys(points, Want()))], [key])
-            refused = self._call("vlens_prove", key)
+            refused = self._call("vlens_prove", key, tokens)
         if len(refused) == len(self.catalog.names):
             raise StartError(f"no hook point of this model passed the proof at load: {next(iter(refused.values()))}",
                              hint="`vlens hooks` lists the families that this version reads", code="proof_failed")

@@ -89,14 +89,15 @@ class LensWorker(EngineWorker):
     def _keep_logits(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
         self._engine_logits = output.clone()
 
-    def vlens_prove(self, key: str) -> dict[str, str]:
-        """Check every located point with the values of the finished request `key` (all points, all positions);
+    def vlens_prove(self, key: str, tokens: Sequence[int]) -> dict[str, str]:
+        """Check every located point with the values of the finished request `key` of `tokens` (all points, all positions);
         refuse those that fail, and return every refused name with its reason."""
         self._logits_handle.remove()
         record = self._taps.take(key)
         values = {name: self._finish(record, name)[0].to(self.device) for name in record.wants if name in record.pieces}
-        proof = Proof(self._locator, values, self._engine_logits[:, : self._catalog.dims.d_vocab])
-        silent = {name: "it never fired in the proof at load" for name in record.wants if name not in record.pieces}
+        proof = Proof(self._locator, values, self._engine_logits[:, : self._catalog.dims.d_vocab], tokens)
+        silent = {name: f"it never fired in the proof at load: {record.fault or 'nothing called its module'}"
+                  for name in record.wants if name not in record.pieces}
         with torch.inference_mode():
             self._refused |= {**silent, **proof.verdict()}
         for name in self._refused:

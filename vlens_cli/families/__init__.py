@@ -3,16 +3,25 @@
 A family file holds
     like        another family whose entries it starts from; its own entries replace or add
     classes     the classes whose live module tree has this shape (vLLM's; a checkpoint's `architectures` name them)
-    norm, activation   names of formulas that the driver has
+    norm        which formula the norms are: rms, rms_plus_one (the weight is 1 + w) or layer (centred)
+    batch_axis  whether tensors are [1, tokens, width], as in models that vLLM runs through its Transformers backend
+    rotation    engine: the rotary module turns q and k; tables: it gives (cos, sin), which turn the halves of each head
     foreign     config keys that the engine would obey and the architecture does not have
-    [checkpoint]       tensor name -> when a whole checkpoint has it: always, never, a config key, or !key
-    [dims]      which config key gives each width
+    [defaults]  what the architecture takes a key for that config.json leaves out
+    [when]      config key -> the value that this layout needs; a model with another is refused
+    [checkpoint]       tensor name -> when a whole checkpoint has it: always, never, maybe, a config key, or !key;
+                {i} is the layer, {e} the expert
+    [dims]      which config key gives each width, or several of which the first that is there counts; also a number,
+                or a multiple of a width named before it ("4 * d_model")
     [modules]   role -> path in the live module tree; {i} is the layer
-    [[row]]     one hook point each: hook, module (a role), `in` or `out` (what is read), axes, meaning;
-                `split`/`part` choose columns of a fused output; `derive` names a formula over what is read;
+    [reads]     name -> list of arguments or outputs, for rows that read the stream
+    [[row]]     one hook point each: hook, module (a role), `in` or `out` (what is read, or a name of [reads]), axes,
+                meaning; `split`/`part` choose columns of a fused output, whose parts alternate head by head where
+                `interleaved`; `derive` names a formula over what is read, `factor` (a config key or "sqrt(d_model)")
+                and `helper` (a role) are what it needs besides; `absent` is the reason where a layer lacks the module;
                 `before` places an added row in the order of the forward
     [aliases]   other name -> canonical name
-    [refused]   name -> the reason it is not given
+    [refused]   name -> the reason it is not given; takes away a row or alias of that name that `like` brought
 
 Light: no torch, so that the client can check names, layers and heads before any engine starts.
 """
@@ -28,7 +37,7 @@ from typing import Any
 
 from vlens_cli.errors import BugError, StartError
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text", "qwen3_moe", "mixtral")
 
 # More is a broken config, and naming that many hook points takes for ever.
 MOST_LAYERS = 10_000
@@ -44,7 +53,7 @@ EDITABLE = frozenset({
     )),
 })  # fmt: skip
 
-_AXIS_DIMS = {"head": "n_heads", "kv_head": "n_kv_heads"}
+_AXIS_DIMS = {"head": "n_heads", "kv_head": "n_kv_heads", "expert": "n_experts", "k": "n_active"}
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,10 @@ class Row:
     hook     name with {i} for the layer       module   role in the family's module table
     inputs   arguments read, by name or place  outputs  outputs read, by place (one of the two is empty)
     axes     names of the axes, `pos` first    split    axes of the parts of a fused output; `part` which one
-    derive   formula over what is read, or ""
+    derive   formula over what is read, or ""      factor   what a value is multiplied by on its way, or ""
+    helper   role of a second module that the formula needs, or ""
+    interleaved  the parts of a split alternate head by head
+    absent   why a layer has no such point, where the module may be missing
     """
 
     hook: str
@@ -66,6 +78,10 @@ class Row:
     split: tuple[str, ...] = ()
     part: int = 0
     derive: str = ""
+    interleaved: bool = False
+    factor: str = ""
+    helper: str = ""
+    absent: str = ""
 
     @property
     def editable(self) -> bool:
@@ -84,19 +100,22 @@ class Family:
     name: str
     classes: tuple[str, ...]
     norm: str
-    activation: str
-    dims: dict[str, str]
+    batch_axis: bool
+    rotation: str
+    dims: dict[str, tuple[str | int, ...]]
     modules: dict[str, str]
     rows: tuple[Row, ...]
     aliases: dict[str, str]
     refused: dict[str, str]
     foreign: tuple[str, ...]
+    defaults: dict[str, Any]
+    when: dict[str, Any]
     checkpoint: dict[str, str]
 
 
 @dataclass(frozen=True)
 class Dims:
-    """Widths of one model."""
+    """Widths of one model; `n_experts` and `n_active` (experts a token) are 0 where it has no mixture of experts."""
 
     n_layers: int
     d_model: int
@@ -105,6 +124,8 @@ class Dims:
     d_head: int
     d_mlp: int
     d_vocab: int
+    n_experts: int = 0
+    n_active: int = 0
 
 
 class Catalog:
@@ -113,9 +134,10 @@ class Catalog:
     Names are concrete (`blocks.3.hook_resid_post`); `names` has the canonical ones in the order of the forward.
     """
 
-    def __init__(self, family: Family, dims: Dims) -> None:
+    def __init__(self, family: Family, dims: Dims, config: dict[str, Any]) -> None:
         self.spec = family
         self.dims = dims
+        self._config = config
         self.family = family.name
         self.n_layers = dims.n_layers
 
@@ -171,6 +193,12 @@ class Catalog:
         """Length of an axis other than `pos`."""
         return 1 if axis == "one" else getattr(self.dims, _AXIS_DIMS.get(axis, axis))
 
+    def factor(self, row: Row) -> float:
+        """What a row's value is multiplied by on its way: a number of the config, or sqrt(d_model); else 1."""
+        if row.factor == "sqrt(d_model)":
+            return self.dims.d_model**0.5
+        return float(self._config[row.factor]) if row.factor else 1.0
+
     def derived(self, name: str) -> bool:
         return self.row(name).derived
 
@@ -203,13 +231,21 @@ def catalog_for(config: dict[str, Any]) -> Catalog:
     if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
         raise _bad_config("config.json names no architecture")
     family = family_of(named)
+    config = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
+    other = [key for key, value in family.when.items() if config.get(key) != value]
+    if other:
+        raise StartError(
+            f"hook points are known for {family.name} with {other[0]} = {family.when[other[0]]}, and config.json has "
+            f"{config.get(other[0])}", hint="its layers have another shape than those that this version reads",
+            code="unknown_layout",
+        )
     foreign = [key for key in family.foreign if config.get(key)]
     if foreign:
         raise StartError(
             f"config.json sets what this architecture does not have, and the engine would obey: {', '.join(foreign)}",
             hint="take it out of config.json if the model was trained without it", code="foreign_config",
         )
-    return Catalog(family, _dims(family, config))
+    return Catalog(family, _dims(family, config), config)
 
 
 def check_checkpoint(catalog: Catalog, config: dict[str, Any], found: Iterable[str]) -> None:
@@ -219,9 +255,10 @@ def check_checkpoint(catalog: Catalog, config: dict[str, Any], found: Iterable[s
     """
     if config.get("quantization_config"):
         return
-    wanted = {name for pattern, when in catalog.spec.checkpoint.items() if _holds(when, config)
-              for name in _of_layers(pattern, catalog.n_layers)}
-    optional = {"lm_head.weight"}
+    config = {**catalog.spec.defaults, **config}
+    rules = [(name, when) for pattern, when in catalog.spec.checkpoint.items() for name in _names(pattern, catalog.dims)]
+    wanted = {name for name, when in rules if _holds(when, config)}
+    optional = {name for name, when in rules if when == "maybe"} | {"lm_head.weight"}
     there = {name for name in found if not name.endswith((".rotary_emb.inv_freq", ".masked_bias"))}
     for names, what in ((wanted - there, "lacks weights that the model has"),
                         (there - wanted - optional, "has weights that the engine does not read")):
@@ -233,13 +270,16 @@ def check_checkpoint(catalog: Catalog, config: dict[str, Any], found: Iterable[s
 
 
 def _holds(when: str, config: dict[str, Any]) -> bool:
-    if when in ("always", "never"):
+    if when in ("always", "never", "maybe"):
         return when == "always"
     return not config.get(when[1:]) if when.startswith("!") else bool(config.get(when))
 
 
-def _of_layers(pattern: str, n_layers: int) -> list[str]:
-    return [pattern.replace("{i}", str(i)) for i in range(n_layers)] if "{i}" in pattern else [pattern]
+def _names(pattern: str, dims: Dims) -> list[str]:
+    """The tensors of a pattern, over layers {i} and experts {e}."""
+    layers = range(dims.n_layers) if "{i}" in pattern else range(1)
+    experts = range(dims.n_experts) if "{e}" in pattern else range(1)
+    return [pattern.replace("{i}", str(i)).replace("{e}", str(e)) for i in layers for e in experts]
 
 
 def family_of(architectures: list[str]) -> Family:
@@ -268,18 +308,21 @@ def _text(name: str) -> str:
 def load(name: str) -> Family:
     """One family, with what it inherits; a file that contradicts itself is a BugError."""
     fields = _fields(name)
-    rows = tuple(_row(name, entry, fields["modules"]) for entry in fields["row"])
+    rows = tuple(_row(name, entry, fields) for entry in fields["row"])
     family = Family(
         name=name,
         classes=tuple(fields["classes"]),
         norm=fields["norm"],
-        activation=fields["activation"],
-        dims=fields["dims"],
+        batch_axis=fields.get("batch_axis", False),
+        rotation=fields.get("rotation", "engine"),
+        dims={dim: tuple(keys) if isinstance(keys, list) else (keys,) for dim, keys in fields["dims"].items()},
         modules=fields["modules"],
         rows=rows,
         aliases=fields["aliases"],
         refused=fields["refused"],
         foreign=tuple(fields["foreign"]),
+        defaults=fields.get("defaults", {}),
+        when=fields.get("when", {}),
         checkpoint=fields["checkpoint"],
     )
     _check(family)
@@ -294,38 +337,45 @@ def _fields(name: str) -> dict[str, Any]:
     if "like" not in own:
         return own
     base = _fields(own["like"])
-    rows = list(base["row"])
+    taken = own.get("refused", {})
+    rows = [row for row in base["row"] if row["hook"] not in taken]
     for entry in own.get("row", []):
         hooks = [row["hook"] for row in rows]
         at = hooks.index(entry["before"]) if "before" in entry else hooks.index(entry["hook"])
         rows[at : at + (entry["hook"] in hooks)] = [entry]
-    given = {entry["hook"] for entry in rows} | own.get("aliases", {}).keys()
-    refused = {**base["refused"], **own.get("refused", {})}
+    hooks = {row["hook"] for row in rows}
+    aliases = {alias: target for alias, target in {**base["aliases"], **own.get("aliases", {})}.items()
+               if alias not in taken and alias not in hooks}
+    # The other names of a point that this family lacks are refused as the point is.
+    orphans = {alias: taken[target] for alias, target in aliases.items() if target in taken}
+    aliases = {alias: target for alias, target in aliases.items() if alias not in orphans}
+    refused = {**base["refused"], **orphans, **taken}
     return {
         **base,
         **own,
         "row": rows,
-        "dims": {**base["dims"], **own.get("dims", {})},
-        "modules": {**base["modules"], **own.get("modules", {})},
-        "checkpoint": {**base["checkpoint"], **own.get("checkpoint", {})},
-        "aliases": {**base["aliases"], **own.get("aliases", {})},
-        "refused": {hook: reason for hook, reason in refused.items() if hook not in given},
+        **{table: {**base.get(table, {}), **own.get(table, {})}
+           for table in ("dims", "modules", "reads", "checkpoint", "defaults", "when")},
+        "aliases": aliases,
+        "refused": {hook: reason for hook, reason in refused.items() if hook not in hooks and hook not in aliases},
     }
 
 
-def _row(family: str, entry: dict[str, Any], modules: dict[str, str]) -> Row:
-    if entry["module"] not in modules or ("in" in entry) == ("out" in entry):
+def _row(family: str, entry: dict[str, Any], fields: dict[str, Any]) -> Row:
+    roles = [entry["module"], *([entry["helper"]] if "helper" in entry else [])]
+    if not all(role in fields["modules"] for role in roles) or ("in" in entry) == ("out" in entry):
         raise BugError(f"family {family}: the row of {entry['hook']} needs a known module, and `in` or `out`")
+    inputs, outputs = (fields["reads"][read] if isinstance(read, str) else read
+                       for read in (entry.get("in", ()), entry.get("out", ())))
     return Row(
         hook=entry["hook"],
         module=entry["module"],
-        inputs=tuple(entry.get("in", ())),
-        outputs=tuple(entry.get("out", ())),
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
         axes=tuple(entry["axes"]),
         meaning=entry["meaning"],
         split=tuple(entry.get("split", ())),
-        part=entry.get("part", 0),
-        derive=entry.get("derive", ""),
+        **{name: entry[name] for name in ("part", "derive", "interleaved", "factor", "helper", "absent") if name in entry},
     )
 
 
@@ -340,17 +390,30 @@ def _check(family: Family) -> None:
 
 
 def _dims(family: Family, config: dict[str, Any]) -> Dims:
-    values = {dim: config.get(key) for dim, key in family.dims.items()}
+    values: dict[str, Any] = {}
+    for dim, keys in family.dims.items():
+        found = (_width(key, config, values) for key in keys)
+        values[dim] = next((value for value in found if value is not None), None)
     values["n_kv_heads"] = values.get("n_kv_heads") or values["n_heads"]
-    missing = [family.dims[d] for d, v in values.items() if d != "d_head" and not _is_width(v)]
+    missing = [family.dims[d][0] for d, v in values.items() if d != "d_head" and not _is_width(v)]
     if not missing:
         values["d_head"] = values.get("d_head") or values["d_model"] // values["n_heads"]
-        missing = [family.dims[d] for d, v in values.items() if not _is_width(v)]
+        missing = [family.dims[d][0] for d, v in values.items() if not _is_width(v)]
     if missing:
-        raise _bad_config(f"config.json has no usable value of: {', '.join(missing)}")
+        raise _bad_config(f"config.json has no usable value of: {', '.join(map(str, missing))}")
     if values["n_layers"] > MOST_LAYERS:
         raise _bad_config(f"config.json has {values['n_layers']} layers")
     return Dims(**values)
+
+
+def _width(key: str | int, config: dict[str, Any], known: dict[str, Any]) -> Any:
+    """One alternative of a [dims] entry: a number, "4 * d_model" of a width named before it, or a config key."""
+    if isinstance(key, int):
+        return key
+    times, _, dim = key.partition(" * ")
+    if dim:
+        return int(times) * known[dim] if _is_width(known.get(dim)) else None
+    return config.get(key)
 
 
 def _is_width(value: Any) -> bool:
