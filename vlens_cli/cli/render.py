@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,7 +28,14 @@ def to_json(body: Any) -> str:
     """One JSON document: NaN and infinities as strings, floats that round-trip, safe to show on a terminal."""
     tty = sys.stdout is not None and sys.stdout.isatty()
     utf8 = sys.stdout is None or (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-    text = json.dumps(_plain(body), allow_nan=False, ensure_ascii=not utf8, indent=2 if tty else None)
+    dumps = partial(json.dumps, allow_nan=False, ensure_ascii=not utf8, indent=2 if tty else None)
+    try:
+        text = dumps(body)
+    except ValueError:  # a number that JSON has no word for: rare, and a long body takes its time to walk through
+        text = dumps(_plain(body))
+    # None of the unsafe is printable: looked for only where something is not.
+    if text.isprintable():
+        return text
     return _UNSAFE_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 

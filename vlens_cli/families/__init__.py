@@ -210,10 +210,17 @@ class Catalog:
 
     def aliases(self, name: str) -> tuple[str, ...]:
         """Every other concrete name of a canonical name."""
-        layer = self.layer(name)
-        concrete = ((a, t) if layer is None else (a.replace("{i}", str(layer)), t.replace("{i}", str(layer)))
-                    for a, t in self._aliases.items())
-        return tuple(alias for alias, target in concrete if target == name)
+        row, layer = self.points[name]
+        # An alias of one layer alone (the last) names that layer.
+        found = [*self._aliases_of.get(row.hook, ()), *(self._aliases_of.get(name, ()) if name != row.hook else ())]
+        return tuple(alias.replace("{i}", str(layer)) for alias in found)
+
+    @cached_property
+    def _aliases_of(self) -> dict[str, list[str]]:
+        of: dict[str, list[str]] = {}
+        for alias, target in self._aliases.items():
+            of.setdefault(target, []).append(alias)
+        return of
 
     @cached_property
     def every_alias(self) -> tuple[str, ...]:
