@@ -137,6 +137,56 @@ def _texts(items: Any) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
+class LogitsQuery:
+    """`vlens logits`.
+
+    pos            position selector (the text inside `[pos=...]`); None: all
+    top            how many of the likeliest tokens
+    targets        token texts whose logit and rank are asked; `target_prefix` takes the first piece of a longer one
+    diff           two token texts whose logits' difference is asked
+    loss           the negative log-likelihood of each next token of the prompt
+    lens           hook patterns whose rows go through the final norm and the unembedding
+    attribution    what every part of the stream adds to the targets' logits, or to the difference
+    values         put every logit into the reply's body
+    bos, save_dtype, one_chunk, interventions  as in CaptureQuery
+    """
+
+    verb: ClassVar[str] = "logits"
+
+    prompts: tuple[Prompt, ...]
+    pos: str | None = None
+    top: int = 5
+    targets: tuple[str, ...] = ()
+    target_prefix: bool = False
+    diff: tuple[str, str] | None = None
+    loss: bool = False
+    lens: tuple[str, ...] = ()
+    attribution: bool = False
+    values: bool = False
+    bos: bool | None = None
+    save_dtype: str | None = None
+    one_chunk: bool = False
+    interventions: Interventions = Interventions()
+
+    def summary(self) -> str:
+        return f"{len(self.prompts)} prompts"
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> LogitsQuery:
+        if type(fields["top"]) is not int or fields["top"] < 0:
+            raise TypeError("top is a count")
+        diff = fields["diff"] if fields["diff"] is None else _texts(fields["diff"])
+        if diff is not None and len(diff) != 2:
+            raise TypeError("diff is two texts")
+        return cls(**{**fields, "prompts": tuple(map(_prompt, fields["prompts"])), "diff": diff,
+                      "targets": _texts(fields["targets"]), "lens": _texts(fields["lens"]),
+                      "interventions": Interventions.from_json(fields["interventions"])})
+
+
+@dataclass(frozen=True)
 class StartQuery:
     """`vlens engine start`: nothing but an engine that is ready."""
 
@@ -153,7 +203,7 @@ class StartQuery:
         return cls()
 
 
-QUERIES: dict[str, type[Query]] = {query.verb: query for query in (CaptureQuery, StartQuery)}
+QUERIES: dict[str, type[Query]] = {query.verb: query for query in (CaptureQuery, LogitsQuery, StartQuery)}
 
 
 class Saved(NamedTuple):

@@ -101,8 +101,9 @@ def draw(*parts: Table | Text) -> str:
     return "\n".join(lines if tty else map(str.rstrip, lines))
 
 
-def table(columns: Iterable[tuple[str, str]], rows: Iterable[Sequence[str]]) -> Table:
-    """Rows of plain text under (title, kind) columns: `left` and `right` keep their lines, the one `fold` gives way."""
+def table(columns: Iterable[tuple[str, str]], rows: Iterable[Sequence[str | Text]]) -> Table:
+    """Rows of text under (title, kind) columns: `left` and `right` keep their lines, the one `fold` gives way. A cell
+    that is a Text keeps its style."""
     from rich import box
     from rich.cells import cell_len
     from rich.table import Table
@@ -112,12 +113,13 @@ def table(columns: Iterable[tuple[str, str]], rows: Iterable[Sequence[str]]) -> 
     drawn = Table(box=box.SIMPLE_HEAD if utf8 else box.ASCII2, pad_edge=False, show_edge=False, collapse_padding=True)
     rows = list(rows)
     for place, (title, kind) in enumerate(columns):
-        cells = [title, *(row[place] for row in rows)]
+        cells = [title, *(str(row[place]) for row in rows)]
         least = max(cell_len(part) for cell in cells for part in (cell.split() if kind == "fold" else cell.split("\n")))
         side = "right" if kind == "right" else "left"
         drawn.add_column(Text(title), justify=side, overflow="fold", no_wrap=kind != "fold", min_width=least)
     for row in rows:
-        drawn.add_row(*map(Text, row))  # Text, because a str is parsed as markup
+        # Text, because a str is parsed as markup.
+        drawn.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
     return drawn
 
 
@@ -135,9 +137,9 @@ def capture(body: dict[str, Any]) -> str:
     model = body["model"]
     parts = [line(visible(f"{model['name']} ({model['family']}, {model['dtype']})"))]
     for place, prompt in enumerate(body["prompts"]):
-        parts += [line(), line(_heading(prompt, place, len(body["prompts"])), "bold")]
+        parts += [line(), line(heading(prompt, place, len(body["prompts"])), "bold")]
         parts += [line(visible(text)) for text in fired(prompt)]
-        pieces = {t["pos"]: f"#{t['id']}" if t["text"] is None else quoted(t["text"]) for t in prompt["tokens"]}
+        pieces = pieces_of(prompt)
         for name, hook in prompt["hooks"].items():
             parts += [line(), line(_title(name, hook), "bold")]
             # Left out beside a large file.
@@ -161,7 +163,12 @@ def _times(counts: list[int]) -> str:
     return f"applied in {forwards}" + (f", at {len(counts)} hook points" if len(counts) > 1 else "")
 
 
-def _heading(prompt: dict[str, Any], place: int, n_prompts: int) -> str:
+def pieces_of(prompt: dict[str, Any]) -> dict[int, str]:
+    """Each position's token, quoted; its id where the model has no tokenizer."""
+    return {t["pos"]: f"#{t['id']}" if t["text"] is None else quoted(t["text"]) for t in prompt["tokens"]}
+
+
+def heading(prompt: dict[str, Any], place: int, n_prompts: int) -> str:
     which = f"prompt {place}: " if n_prompts > 1 else ""
     text = "token ids" if prompt["text"] is None else quoted(prompt["text"])
     chunks = f", in {prompt['chunks']} chunks" if prompt["chunks"] > 1 else ""
@@ -203,11 +210,11 @@ def _values(row: dict[str, Any], hook: dict[str, Any]) -> list[str]:
     if values and isinstance(values[0], list):
         heads = hook.get("heads") or range(len(values))
         return [text for head, one in zip(heads, values, strict=True) for text in
-                _wrapped(f"pos {row['pos']}, head {head}:", one)]  # fmt: skip
-    return _wrapped(f"pos {row['pos']}:", values)
+                wrapped(f"pos {row['pos']}, head {head}:", one)]  # fmt: skip
+    return wrapped(f"pos {row['pos']}:", values)
 
 
-def _wrapped(label: str, values: list[float]) -> list[str]:
+def wrapped(label: str, values: list[float]) -> list[str]:
     import textwrap
 
     return textwrap.wrap(" ".join([label, *map(number, values)]), _WRAP, subsequent_indent="  ", break_long_words=False,

@@ -74,6 +74,13 @@ class Captured:
     value: torch.Tensor
     positions: tuple[int, ...]
 
+    def at(self, positions: tuple[int, ...]) -> Captured:
+        """The rows of some of the positions, in the order given."""
+        if positions == self.positions:
+            return self
+        place = {pos: n for n, pos in enumerate(self.positions)}
+        return Captured(self.value[[place[pos] for pos in positions]], positions)
+
 
 @dataclass(frozen=True)
 class Result:

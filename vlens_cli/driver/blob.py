@@ -7,7 +7,9 @@ or wants a path; a capture of gigabytes goes into an open file, tensor by tensor
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, BinaryIO
@@ -17,6 +19,7 @@ import torch
 from vlens_cli import __version__
 from vlens_cli.driver.base import Result, Want
 from vlens_cli.driver.tokens import Fed
+from vlens_cli.errors import BugError
 from vlens_cli.families import Catalog
 from vlens_cli.query import EngineSpec, Saved
 
@@ -36,26 +39,49 @@ def write_capture(
     cast = getattr(torch, save_dtype) if save_dtype else None
     tensors = {key: results[n].captured[name].value.to(dtype=cast).contiguous() for (n, name), key in keys.items()}
     hooks = list(dict.fromkeys(name for _, name in keys))
-    metadata: dict[str, Any] = {
-        "model": spec.name, "folder": spec.model, "revision": spec.revision, "dtype": dtype, "family": catalog.family,
-        "prompt": _one([f.text for f in fed]), "tokens": _one([list(f.ids) for f in fed]),
-        "pieces": _one([list(f.pieces) for f in fed]), "chunks": _one([r.chunks for r in results]),
+    metadata = origin(spec, dtype, catalog, fed, [r.chunks for r in results]) | {
         "heads": _chosen(keys, wants, "heads"), "dims": _chosen(keys, wants, "dims"),
         "axes": {name: list(catalog.axes(name)) for name in hooks},
         "hooks": {name: catalog.definition(name) for name in hooks},
         "derived": {name: catalog.derived(name) for name in hooks},
         "aliases": {name: list(catalog.aliases(name)) for name in hooks},
+    }
+    positions = _dumps_shared({key: results[n].captured[name].positions for (n, name), key in keys.items()})
+    return write_safetensors(file, tensors, texts(metadata) | {"positions": positions})
+
+
+def origin(spec: EngineSpec, dtype: str, catalog: Catalog, fed: Sequence[Fed], chunks: Sequence[int]) -> dict[str, Any]:
+    """Metadata that say where a file's tensors come from: model, prompts, versions."""
+    return {
+        "model": spec.name, "folder": spec.model, "revision": spec.revision, "dtype": dtype, "family": catalog.family,
+        "prompt": _one([f.text for f in fed]), "tokens": _one([list(f.ids) for f in fed]),
+        "pieces": _one([list(f.pieces) for f in fed]), "chunks": _one(list(chunks)),
         "vlens_version": __version__, "vllm_version": engine_version(),
     }
-    texts = {key: json.dumps(value) for key, value in metadata.items()}
-    texts["positions"] = _dumps_shared({key: results[n].captured[name].positions for (n, name), key in keys.items()})
-    return write_safetensors(file, tensors, texts)
 
 
-def write_safetensors(file: BinaryIO, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Saved:
+def texts(metadata: dict[str, Any]) -> dict[str, str]:
+    """Each value as JSON text: the format holds nothing but texts."""
+    return {key: json.dumps(value) for key, value in metadata.items()}
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A tensor that is written as it is made, along its first axis, and is never whole in memory."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: Iterable[torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_safetensors(file: BinaryIO, tensors: dict[str, torch.Tensor | Pieces], metadata: dict[str, str]) -> Saved:
     """The safetensors format: the header's length (8 bytes, little-endian), the header (JSON), the tensors' bytes.
 
-    `tensors` are contiguous and on the host.
+    `tensors` are contiguous and on the host, or made in pieces, which may lie anywhere.
     """
     entries: dict[str, Any] = {"__metadata__": metadata}
     end = 0
@@ -66,8 +92,11 @@ def write_safetensors(file: BinaryIO, tensors: dict[str, torch.Tensor], metadata
     # Padded, so that the tensors begin at a multiple of 8 and a reader can map them.
     header += b" " * (-len(header) % 8)
     file.write(len(header).to_bytes(8, "little") + header)
-    for t in tensors.values():
-        file.write(t.view(torch.uint8).numpy().data if t.numel() else b"")
+    for key, t in tensors.items():
+        parts = [t] if isinstance(t, torch.Tensor) else (p.to("cpu", t.dtype).contiguous() for p in t.parts)
+        written = sum(file.write(p.view(torch.uint8).numpy().data) for p in parts if p.numel())
+        if written != t.nbytes:
+            raise BugError(f"a bug in vlens: {key} was made in {written} bytes, not {t.nbytes}")
     file.flush()
     return Saved(len(tensors), 8 + len(header) + end)
 

@@ -76,6 +76,23 @@ def linear(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
+class Head(NamedTuple):
+    """What the engine unembeds with: `weight` [padded vocabulary, d_model] and `bias` of this rank, then
+    softcap * tanh(x / softcap) where there is one, then * scale."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    softcap: float | None
+    scale: float
+
+
+def unembedding(processor: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Head:
+    """The head that a call of vLLM's LogitsProcessor was given (0.26 to 0.32: lm_head, hidden_states, embedding_bias;
+    `soft_cap` and `scale` are its own)."""
+    given = dict(zip(("lm_head", "hidden_states", "embedding_bias"), args, strict=False)) | kwargs
+    return Head(given["lm_head"].weight, given.get("embedding_bias"), processor.soft_cap, float(processor.scale))
+
+
 def attention_scale(attention: torch.nn.Module) -> float:
     """The factor on q.k before the softmax (vLLM 0.26 to 0.32: the attention layer's `impl.scale`)."""
     return float(attention.impl.scale)

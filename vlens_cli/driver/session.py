@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -16,16 +16,20 @@ from vlens_cli import checkpoint
 from vlens_cli.driver import boot
 from vlens_cli.driver.base import Request, Result
 from vlens_cli.driver.tokens import Fed, Tokens
-from vlens_cli.errors import PromptError, UsageError
+from vlens_cli.errors import PromptError, QueryError, UsageError
 from vlens_cli.families import catalog_for, check_checkpoint
 from vlens_cli.query import RUNNING, EngineSpec, Prompt, Query, Reply, StartQuery
 
 if TYPE_CHECKING:
+    import torch
+
     from vlens_cli.driver.vllm_driver import VLLMDriver
 
 Progress = Callable[[str], None]
 # Characters or token ids.
 SMALL = 2000
+# How long other queries may be kept waiting.
+PIECE_SECONDS = 1.0
 # A capture is joined from its pieces, and cast: it may be there twice for a moment.
 MEMORY_SHARE = 0.4
 
@@ -89,6 +93,19 @@ class Session:
         progress(RUNNING)
         began = time.monotonic()
         return driver.run(requests, self._cancelled, self._between), time.monotonic() - began
+
+    def in_turn(self, pieces: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The same pieces; about every second other queries are answered between two of them, and the rest is broken off
+        when the asker has left."""
+        cancelled, between = self._cancelled, self._between
+        began = time.monotonic()
+        for piece in pieces:
+            yield piece
+            if cancelled():
+                raise QueryError("the query was broken off: its asker has left", code="cancelled")
+            if time.monotonic() - began > PIECE_SECONDS:
+                between()
+                began = time.monotonic()
 
     def driver(self, progress: Progress) -> VLLMDriver:
         """The engine, started by the first call."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -16,6 +16,7 @@ from vlens_cli.driver import boot, internals
 from vlens_cli.driver.base import LOGITS, Captured, Edit, ForwardResult, Request, Result, Want
 from vlens_cli.driver.proof import PROOF_TOKENS, WRITTEN_TOGETHER
 from vlens_cli.driver.tokens import Tokens
+from vlens_cli.driver.unembed import UNEMBED_ROWS
 from vlens_cli.errors import HookError, QueryError, StartError, UsageError, VlensError
 from vlens_cli.families import Catalog
 from vlens_cli.query import EngineSpec
@@ -82,6 +83,26 @@ class VLLMDriver:
                 between()
             results += self._run_batch(self._batch(requests[len(results) :]), cancelled)
         return results
+
+    def unembed(self, final: Captured, edits: Sequence[Edit] = ()) -> Iterator[torch.Tensor]:
+        """Logits of one request's captured final-norm rows, after its `edits` of the logits: pieces [a few hundred,
+        d_vocab] on the engine's device, in order."""
+        edits = tuple(edit for edit in edits if edit.name == LOGITS)
+        for n, piece in enumerate(final.value.split(UNEMBED_ROWS)):
+            yield self._call("vlens_unembed", piece, final.positions[n * UNEMBED_ROWS :][: len(piece)], edits)
+
+    def lens(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Logits of rows of the stream [rows, d_model], through the engine's final norm of each: pieces as `unembed`'s."""
+        for piece in rows.split(UNEMBED_ROWS):
+            yield self._call("vlens_lens", piece)
+
+    def directions(self, ids: list[int]) -> dict[str, Any]:
+        """What the logits of some tokens are products with: see `Unembedding.directions`."""
+        return self._call("vlens_directions", ids)
+
+    def head_parts(self, layer: int, z: torch.Tensor, against: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What each head of a layer adds along some rows: see `Unembedding.head_parts`."""
+        return self._call("vlens_head_parts", layer, z, against)
 
     def _batch(self, requests: Sequence[Request]) -> Sequence[Request]:
         """As many of the first requests as the engine does in about a second, one at least."""

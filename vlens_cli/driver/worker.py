@@ -17,6 +17,7 @@ from vlens_cli.driver.base import LOGITS, Edit, Want
 from vlens_cli.driver.locate import Locator
 from vlens_cli.driver.proof import Proof
 from vlens_cli.driver.taps import Record, Taps
+from vlens_cli.driver.unembed import UNEMBED_ROWS, Unembedding
 from vlens_cli.families import Catalog, catalog_for
 
 if current_platform.is_cpu():
@@ -24,18 +25,16 @@ if current_platform.is_cpu():
 else:
     from vllm.v1.worker.gpu_worker import Worker as EngineWorker
 
-# Rows unembedded at once: 256 x 150,000 fp32 logits are 150 MB.
-UNEMBED_ROWS = 256
-
 
 class LensWorker(EngineWorker):
     """vLLM's worker, with taps."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        self._model = self.model_runner.get_model()
+        model = self.model_runner.get_model()
         self._catalog: Catalog = catalog_for(self.model_config.hf_config.to_dict())
-        self._locator = Locator(self._model, self._catalog)
+        self._locator = Locator(model, self._catalog)
+        self._unembedding = Unembedding(model, self._locator)
         points, self._refused = self._locator.points()
         self._taps = Taps(self.model_runner, points, self._locator.module("logits"), self.device)
         self._edits: dict[str, tuple[Edit, ...]] = {}
@@ -83,19 +82,31 @@ class LensWorker(EngineWorker):
 
     def vlens_watch_logits(self) -> None:
         """Keep the engine's own logits of the next forward, for the proof."""
-        module = self._locator.module("logits")
-        self._logits_handle = module.register_forward_hook(self._keep_logits)
+        self._unembedding.watch()
 
-    def _keep_logits(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
-        self._engine_logits = output.clone()
+    def vlens_unembed(self, rows: torch.Tensor, positions: Sequence[int], edits: tuple[Edit, ...]) -> torch.Tensor:
+        """Logits [rows, d_vocab], on the device, of a few final-norm rows of one request, after its edits of them."""
+        return self._unembed(rows.to(self.device), Record.of("", {}, edits), positions)
+
+    def vlens_lens(self, rows: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, d_vocab], on the device, of a few rows of the stream, through the final norm of each."""
+        return self._unembedding.logits(self._unembedding.norm(rows.to(self.device)))
+
+    def vlens_directions(self, ids: list[int]) -> dict[str, Any]:
+        """What the logits of some tokens are products with: see `Unembedding.directions`."""
+        return self._unembedding.directions(ids)
+
+    def vlens_head_parts(self, layer: int, z: torch.Tensor, against: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What each head of a layer adds along some rows: see `Unembedding.head_parts`."""
+        return self._unembedding.head_parts(layer, z.to(self.device, self.model_config.dtype), against)
 
     def vlens_prove(self, key: str, tokens: Sequence[int]) -> dict[str, str]:
         """Check every located point with the values of the finished request `key` of `tokens` (all points, all positions);
         refuse those that fail, and return every refused name with its reason."""
-        self._logits_handle.remove()
+        logits = self._unembedding.seen()
         record = self._taps.take(key)
         values = {name: self._finish(record, name)[0].to(self.device) for name in record.wants if name in record.pieces}
-        proof = Proof(self._locator, values, self._engine_logits[:, : self._catalog.dims.d_vocab], tokens)
+        proof = Proof(self._locator, values, logits, tokens)
         silent = {name: f"it never fired in the proof at load: {record.fault or 'nothing called its module'}"
                   for name in record.wants if name not in record.pieces}
         with torch.inference_mode():
@@ -127,17 +138,17 @@ class LensWorker(EngineWorker):
             positions = sorted(latest)
             rows = rows[[latest[p] for p in positions]]
         if self._taps.points[name].row.derive == "unembed":
-            rows = self._unembed(rows, record, positions)
+            rows = self._unembed(rows, record, positions, record.wants[name].dims)
         return rows.cpu(), tuple(positions)
 
     @torch.inference_mode()
-    def _unembed(self, rows: torch.Tensor, record: Record, positions: Sequence[int]) -> torch.Tensor:
+    def _unembed(self, rows: torch.Tensor, record: Record, positions: Sequence[int], dims: tuple[int, ...] | None = None
+                 ) -> torch.Tensor:
         """[rows, d_vocab] logits of final-norm rows, by the engine's own unembedding, in pieces, after their edits."""
-        want = record.wants[LOGITS]
-        dims = slice(None) if want.dims is None else list(want.dims)
+        columns = slice(None) if dims is None else list(dims)
         pieces = []
         for n, piece in enumerate(rows.split(UNEMBED_ROWS)):
-            logits = self._model.compute_logits(piece)[:, : self._catalog.dims.d_vocab]
+            logits = self._unembedding.logits(piece)
             record.change(LOGITS, [logits], positions[n * UNEMBED_ROWS :][: len(piece)], counted=False)
-            pieces.append(logits[:, dims])
+            pieces.append(logits[:, columns])
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

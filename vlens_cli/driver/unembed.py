@@ -1,0 +1,91 @@
+"""The unembedding of the live model, in the worker: rows of the stream -> logits.
+
+`logits` are the engine's own (`compute_logits`); `directions` and `head_parts` are what explains them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vlens_cli.driver import internals
+from vlens_cli.driver.locate import Locator
+
+# Rows unembedded at once: 256 x 150,000 fp32 logits are 150 MB.
+UNEMBED_ROWS = 256
+
+
+class Unembedding:
+    """The end of one model: final norm, unembedding, softcap, scale."""
+
+    def __init__(self, model: torch.nn.Module, locator: Locator) -> None:
+        self._model = model
+        self._locator = locator
+        self._d_vocab = locator.catalog.dims.d_vocab
+        self._head: internals.Head | None = None
+
+    def watch(self) -> None:
+        """Learn at the next forward what the engine unembeds with, and keep its logits for the proof."""
+        self._handle = self._locator.module("logits").register_forward_hook(self._learn, with_kwargs=True)
+
+    def _learn(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
+        self._head = internals.unembedding(module, args, kwargs)
+        self._seen = output[:, : self._d_vocab].clone()
+
+    def seen(self) -> torch.Tensor:
+        """The logits [rows, d_vocab] that the watched forward gave."""
+        self._handle.remove()
+        seen, self._seen = self._seen, None
+        return seen
+
+    @torch.inference_mode()
+    def norm(self, rows: torch.Tensor) -> torch.Tensor:
+        """The final norm of rows of the stream; vLLM's norms write in place, hence the copy."""
+        out = self._locator.module("ln_final")(rows.clone())
+        return out[0] if isinstance(out, tuple) else out
+
+    @torch.inference_mode()
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """[rows, d_vocab] logits of a few final-norm rows, by the engine's own unembedding."""
+        return self._model.compute_logits(rows)[:, : self._d_vocab]
+
+    @torch.inference_mode()
+    def directions(self, ids: list[int]) -> dict[str, Any]:
+        """What the logits of some tokens are products with, in float32 on the host; n tokens.
+
+        unembed [n, d_model], bias [n]     of the unembedding: logit = scale * softcap(final-norm row . unembed + bias)
+        weight [n, d_model], constant [n]  the same with the final norm drawn in: row of the stream . weight / divisor
+                                           + constant, where a norm that centres has centred the weight instead
+        softcap, scale                     what follows
+        """
+        head, d_model = self._head, self._locator.catalog.dims.d_model
+        rows = head.weight[ids].float()
+        bias = torch.zeros(len(ids)) if head.bias is None else head.bias[ids].float()
+        weight, shift = self._norm_affine(d_model)
+        drawn_in = rows * weight
+        if self._locator.catalog.spec.norm == "layer":
+            drawn_in = drawn_in - drawn_in.mean(1, keepdim=True)
+        return {"unembed": rows.cpu(), "bias": bias.cpu(), "weight": drawn_in.cpu(),
+                "constant": (rows @ shift).cpu() + bias.cpu(), "softcap": head.softcap, "scale": head.scale}
+
+    def _norm_affine(self, d_model: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the final norm multiplies each normalized entry with, and adds to it: [d_model] each."""
+        norm, kind = self._locator.module("ln_final"), self._locator.catalog.spec.norm
+        ones = torch.ones(d_model, device=self._head.weight.device)
+        shift = internals.norm_affine(norm, 0 * ones, kind)
+        return internals.norm_affine(norm, ones, kind) - shift, shift
+
+    @torch.inference_mode()
+    def head_parts(self, layer: int, z: torch.Tensor, against: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Each head's output through its columns of the output projection, times a row: z [pos, head, d_head] and
+        `against` [n, pos, d_model] -> heads [n, pos, head], and what the projection's bias gives: bias [n, pos]."""
+        o = self._locator.module("o", layer)
+        heads = z.shape[1]
+        # Row h of a position holds head h alone.
+        alone = torch.diag_embed(z.transpose(1, 2)).permute(0, 3, 2, 1).reshape(len(z) * heads, -1)
+        bias = internals.linear(o, torch.zeros_like(alone[:1])).float()
+        out = internals.linear(o, alone).float().view(len(z), heads, -1) - bias
+        against = against.to(out.device)
+        return {"heads": torch.einsum("rhd,nrd->nrh", out, against).cpu(),
+                "bias": torch.einsum("d,nrd->nr", bias[0], against).cpu()}
