@@ -64,7 +64,7 @@ def completed(words: str, folder: Path, **env: str) -> list[str]:
 
 
 def test_bash_completes_commands_and_options(tmp_path):
-    assert completed("vlens ", tmp_path) == ["capture", "hooks", "engine", "completions"]
+    assert completed("vlens ", tmp_path) == ["capture", "logits", "hooks", "engine", "completions"]
     assert completed("vlens capture --ho", tmp_path) == ["--hook"]
 
 
