@@ -34,7 +34,7 @@ RUNTIME = Variable("VLENS_RUNTIME", "$XDG_RUNTIME_DIR/vlens or /tmp/vlens-UID",
 KEEP_ALIVE = Variable("VLENS_KEEP_ALIVE", "15m", "how long a resident engine stays after its last query: 90s, 15m, 2h, "
                       "0, forever")
 KEEP = Variable("VLENS_KEEP", "1", "how many resident engines may stay at once; beyond it idle ones stop, oldest first")
-LOG = Variable("VLENS_LOG", "0", "1 lets the engine's own log through, on stderr")
+LOG = Variable("VLENS_LOG", "0", "with --no-daemon, 1 lets the engine's own log through, on stderr")
 
 DEBUG = Variable("VLENS_DEBUG", "0", "1 shows the traceback of every error, on stderr")
 

@@ -23,6 +23,7 @@ EXIT_START = 3
 EXIT_BUG = 4
 EXIT_INTERRUPTED = 130
 
+LOG_HINT = "`vlens engine log` shows what the engine said; with --no-daemon, VLENS_LOG=1 does"
 INSTALL_HINT = "pip install 'vlens_cli[cpu]' for this machine's processor, or 'vlens_cli[cuda]' for NVIDIA GPUs"
 
 

@@ -10,8 +10,9 @@ is slow, fails or dies:
     raise, wrong, bug, full     QueryError; PromptError before any engine; ZeroDivisionError; the disk is full
     anything else  an answer that depends on the prompt, the hooks, the engine's spec and the weight file
 
-FAKE_STARTING is how many seconds the engine takes to start, FAKE_FAILING makes it fail, FAKE_STARTED names a file that
-gets one line per process started; FAKE_VERSION and FAKE_PROTOCOL stand for those of another vlens.
+FAKE_STARTING is how many seconds the engine takes to start, or a file that it waits for; FAKE_FAILING makes it fail
+(`memory`: for want of it), FAKE_STARTED names a file that gets one line per process started; FAKE_VERSION and
+FAKE_PROTOCOL stand for those of another vlens.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import sys
 import time
 from pathlib import Path
 
+from vlens_cli import memory
 from vlens_cli.daemon import local, runtime, wire
 from vlens_cli.errors import PromptError, QueryError, StartError
 from vlens_cli.query import RUNNING, SCHEMA_VERSION, Reply, Saved, StartQuery
@@ -39,6 +41,15 @@ def pattern(n_bytes: int) -> bytes:
 def right(prompt: str, hooks: tuple[str, ...], dtype: str | None, weights: bytes) -> str:
     """The one right answer."""
     return hashlib.sha256(repr((prompt, tuple(hooks), dtype, weights)).encode()).hexdigest()
+
+
+def _wait(what: str) -> None:
+    """Seconds, or until a file is there."""
+    while what.startswith("/"):
+        if os.path.exists(what):
+            return
+        time.sleep(0.02)
+    time.sleep(float(what))
 
 
 class FakeSession:
@@ -81,9 +92,11 @@ class FakeSession:
         if self.started:
             return
         progress(f"starting the engine for {self.spec.name}")
-        time.sleep(float(os.environ.get("FAKE_STARTING", "0.2")))
+        _wait(os.environ.get("FAKE_STARTING", "0.2"))
         if os.environ.get("FAKE_FAILING"):
-            raise StartError("not enough memory", code="out_of_memory")
+            if os.environ["FAKE_FAILING"] == "memory":
+                raise memory.shortage(10**12, [memory.machine()])
+            raise StartError("the weights are broken", code="bad_checkpoint")
         self._weights = (Path(self.spec.model) / WEIGHTS).read_bytes()
 
     def _prompt(self, text: str, query, into) -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 
@@ -53,9 +54,33 @@ def test_a_daemon_that_listens_late_is_waited_for_by_all(vlens):
 def test_an_engine_that_does_not_start_says_why_and_the_next_command_tries_again(vlens):
     failed = vlens.capture(FAKE_FAILING="1")
     assert (failed.code, failed.out) == (3, "")
-    assert failed.err == "error: not enough memory\n"
-    vlens.run("engine", "stop")
+    assert failed.err == "error: the weights are broken\n"
+    # With what it had taken, but for its log.
+    vlens.all_gone()
+    assert vlens.run("engine", "status").code == 1
+    assert vlens.home.log.exists() and vlens.run("engine", "log").code == 0
     assert vlens.capture().answer == vlens.right("hello")
+
+
+def test_an_engine_that_does_not_start_is_tried_once_for_all_who_wait(vlens):
+    begin = vlens.work / "begin"
+    clients = [vlens.capturing(f"hello {n}", FAKE_FAILING="1", FAKE_STARTING=str(begin)) for n in range(4)]
+    wait_for(lambda: any(one["waiting"] == 3 for one in vlens.engines()), 30)
+    begin.touch()
+    assert {(done.code, done.err) for done in map(finish, clients)} == {(3, "error: the weights are broken\n")}
+    assert len(vlens.started) == 1
+    vlens.all_gone()
+
+
+def test_where_memory_is_short_idle_engines_are_named(vlens):
+    vlens.capture(VLENS_KEEP="2")
+    short = vlens.capture("hello", "--dtype", "float16", VLENS_KEEP="2", FAKE_FAILING="memory")
+    assert short.code == 3
+    assert re.search(rf"^hint: `vlens engine stop -m {vlens.model}` frees 0\.\d GB; --dtype", short.err, re.MULTILINE)
+    (idle,) = vlens.engines()
+    assert idle["state"] == "idle"
+    assert vlens.run("engine", "stop", "-m", str(vlens.model)).code == 0
+    vlens.all_gone()
 
 
 def test_a_daemon_that_ends_before_it_listens_is_reported_with_its_last_line(vlens):

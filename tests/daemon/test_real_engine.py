@@ -17,6 +17,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "driver"))
 
 from tiny import tiny_model  # noqa: E402
+from vlens_cli import memory  # noqa: E402
 from vlens_cli.daemon import client, launch, runtime  # noqa: E402
 from vlens_cli.errors import VlensError  # noqa: E402
 from vlens_cli.query import CaptureQuery, EngineSpec, Prompt  # noqa: E402
@@ -155,7 +156,7 @@ def test_a_thousand_queries_leave_memory_and_descriptors_flat(engine, asking):
     for n in range(1000):
         asking(f"The number {n} is {n * n % 97}", ("blocks.2.hook_resid_post",))
         if n in (100, 999):
-            seen.append((runtime.resident_bytes(pid), len(os.listdir(f"/proc/{pid}/fd"))))
+            seen.append((memory.resident(pid), len(os.listdir(f"/proc/{pid}/fd"))))
     (rss, fds), (rss_after, fds_after) = seen
     assert rss_after < 1.02 * rss and fds_after <= fds
 

@@ -13,6 +13,7 @@ import pytest
 from daemon_tools import HOOK, finish, wait_for
 from fake_daemon import pattern
 
+from vlens_cli import memory
 from vlens_cli.daemon import runtime
 
 LONG = " ".join(["word"] * 600)  # more than 2000 characters: a large query
@@ -58,6 +59,15 @@ def test_killed_while_starting(vlens):
     told(finish(client), 3, "the engine ended while starting", "hint: `vlens engine log`")
     assert vlens.alive() == []
     works(vlens)
+
+
+def test_killed_while_starting_when_the_system_kills_for_memory(vlens):
+    client = vlens.capturing("hello", FAKE_STARTING="20", FAKE_KILLS="7 8")
+    wait_for(lambda: vlens.engines() and vlens.engines()[0]["doing"])
+    time.sleep(0.5)
+    killed(vlens.started[0]["pid"])
+    told(finish(client), 3, "the engine does not fit into memory (it ended while starting, and the system has killed",
+         "GB of memory are free")
 
 
 def test_killed_during_a_query(vlens):
@@ -352,7 +362,7 @@ def test_300_queries_leave_memory_and_descriptors_as_they_were(vlens):
                               stderr=subprocess.PIPE, env=vlens.environment(PYTHONPATH=path))
         assert done.returncode == 0, done.stderr[-1000:]
         wait_for(lambda: len(os.listdir(f"/proc/{pid}/task")) <= 3)
-        return len(os.listdir(f"/proc/{pid}/fd")), runtime.resident_bytes(pid)
+        return len(os.listdir(f"/proc/{pid}/fd")), memory.resident(pid)
 
     # A part of the fingerprint: the same for all.
     pid = vlens.capture("hello", PYTHONPATH=path).pid

@@ -2,7 +2,8 @@
 
 Locks, sockets, fingerprints, frames, exit codes and output are the real ones, and so is the model that is resolved:
 a folder with a config and a weight file that nobody loads. See fake_daemon.py for what FAKE_* variables do;
-FAKE_IMPORTS names a file that gets the modules that were loaded when the process ended.
+FAKE_IMPORTS names a file that gets the modules that were loaded when the process ended; FAKE_KILLS is how many processes
+the system had killed for want of memory, each time that it is asked.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import fake_daemon
 
+from vlens_cli import memory
 from vlens_cli.daemon import launch
 
 DAEMON = Path(__file__).with_name("fake_daemon.py")
@@ -29,6 +31,8 @@ def install() -> None:
     launch.argv = argv
     # The fake needs neither torch nor vLLM.
     launch.check_installed = lambda: None
+    if kills := os.environ.get("FAKE_KILLS"):
+        memory.kills = iter(map(int, kills.split())).__next__
 
 
 if __name__ == "__main__":

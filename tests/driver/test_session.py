@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load
+from vlens_cli import memory
 from vlens_cli.driver import blob, session
 from vlens_cli.errors import PromptError, StartError, UsageError
 from vlens_cli.query import CaptureQuery, EngineSpec, Prompt
@@ -34,10 +35,10 @@ def ask(one: session.Session, *hooks: str, prompts=(Prompt(text=TEXT),), **field
 
 
 def test_a_capture_that_memory_cannot_hold_is_refused_with_both_numbers(opened, monkeypatch):
-    monkeypatch.setattr(session, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(memory, "available", lambda: 1000)
     with pytest.raises(UsageError, match=r"takes .* GB, and 0\.0 GB"):
         ask(opened(), "logits[pos=0]")
-    monkeypatch.setattr(session, "available_bytes", lambda: 4 * 512 * 3)
+    monkeypatch.setattr(memory, "available", lambda: 4 * 512 * 3)
     with pytest.raises(pytest.fail.Exception, match="engine was started"):
         ask(opened(), "logits[pos=0]")
 

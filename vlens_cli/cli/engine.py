@@ -120,6 +120,7 @@ def _homes(model: str | None) -> list[Home]:
 
 def _engines() -> list[dict[str, Any]]:
     """What each living engine says of itself; of one that does not answer, what its status file and the system say."""
+    from vlens_cli import memory
     from vlens_cli.daemon import launch, runtime
 
     engines = []
@@ -129,7 +130,7 @@ def _engines() -> list[dict[str, Any]]:
             engines.append(launch.describe(home) or {
                 "pid": recorded.pid, "model": recorded.model, "folder": recorded.folder, "state": "not answering",
                 "doing": None, "fingerprint": recorded.fingerprint, "socket": str(home.socket), "log": str(home.log),
-                "version": recorded.version, "rss_bytes": runtime.resident_bytes(recorded.pid), "idle_left_s": None,
+                "version": recorded.version, "rss_bytes": memory.resident(recorded.pid), "idle_left_s": None,
             })
     return engines
 

@@ -80,7 +80,7 @@ def _converse(sock: Any, home: Any, query: Query, progress: Show, into: BinaryIO
     frame = {"protocol": wire.PROTOCOL, "version": runtime.version(), "verb": query.verb, "query": query.as_json(),
              "keep_alive": how.keep_alive}
     deadline = None if how.timeout is None else time.monotonic() + how.timeout
-    phase = ""
+    phase, kills = "", 0
     try:
         wire.send(sock, frame, into.fileno() if into is not None else None)
         while True:
@@ -90,6 +90,7 @@ def _converse(sock: Any, home: Any, query: Query, progress: Show, into: BinaryIO
                 return frame
             if not phase and frame["phase"] != "run":
                 check()
+                kills = _kills()
             phase = frame["phase"]
             progress(frame["progress"])
     except TimeoutError as fault:
@@ -97,7 +98,13 @@ def _converse(sock: Any, home: Any, query: Query, progress: Show, into: BinaryIO
     except wire.WireError as fault:
         if not phase:
             return None
-        raise (launch.died(home) if phase == "start" else _broken_off(home, phase)) from fault
+        raise (launch.died(home, _kills() > kills) if phase == "start" else _broken_off(home, phase)) from fault
+
+
+def _kills() -> int:
+    from vlens_cli import memory
+
+    return memory.kills()
 
 
 def _begin_again(into: BinaryIO | None) -> None:

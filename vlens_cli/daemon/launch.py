@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 
 from vlens_cli import env
 from vlens_cli.daemon import runtime, wire
-from vlens_cli.errors import INSTALL_HINT, QueryError, StartError
+from vlens_cli.errors import INSTALL_HINT, QueryError, StartError, VlensError
 from vlens_cli.query import EngineSpec
 
 Show = Callable[[str], None]
@@ -103,6 +104,18 @@ def describe(home: runtime.Home, timeout: float = 2.0) -> dict[str, Any] | None:
         return None
 
 
+def name_idle_engines(error: VlensError) -> None:
+    """Put the idle engines that could be stopped into the hint of an error that says that memory is short."""
+    from vlens_cli import memory
+
+    if error.code != memory.SHORT:
+        return
+    described = [describe(home) for home in runtime.homes()]
+    stops = [f"`vlens engine stop -m {shlex.quote(one['folder'])}` frees {memory.gigabytes(one['rss_bytes'])}"
+             for one in described if one is not None and one["state"] == "idle" and one["pid"] != os.getpid()]
+    error.hint = "; ".join(filter(None, [*stops, error.hint]))
+
+
 def check_installed() -> None:
     """Before a process is started for nothing. Raises StartError."""
     for name in ("torch", "vllm"):
@@ -148,7 +161,15 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONUNBUFFERED": "1"}
 
 
-def died(home: runtime.Home) -> StartError:
+def died(home: runtime.Home, for_memory: bool = False) -> StartError:
+    """The error of an engine that ended before it was ready; `for_memory`: the system killed a process meanwhile."""
+    if for_memory:
+        from vlens_cli import memory
+
+        error = memory.shortage(None, [memory.machine(), *memory.gpus()], "it ended while starting, and the system has "
+                                "killed a process for lack of memory meanwhile")
+        name_idle_engines(error)
+        return error
     tail = runtime.log_tail(home.log, 1)
     return StartError("the engine ended while starting" + (f": {tail.strip()[:300]}" if tail else ""),
                       code="engine_died", hint="`vlens engine log` shows what it said; too little memory ends it silently")

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from vlens_cli.daemon import launch
 from vlens_cli.driver.quiet import engine_output
+from vlens_cli.errors import StartError
 from vlens_cli.query import EngineSpec, Query, Reply
 
 if TYPE_CHECKING:
@@ -17,7 +19,11 @@ if TYPE_CHECKING:
 def ask(spec: EngineSpec, query: Query, progress: Callable[[str], None], into: BinaryIO | None) -> Reply:
     """Run one query on an engine of its own. Raises what `Session.answer` raises, and StartError."""
     with engine_output():
-        return open_session(spec).answer(query, progress, into)
+        try:
+            return open_session(spec).answer(query, progress, into)
+        except StartError as error:
+            launch.name_idle_engines(error)
+            raise
 
 
 def open_session(spec: EngineSpec) -> Session:

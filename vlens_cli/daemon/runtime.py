@@ -87,6 +87,11 @@ class Home(NamedTuple):
         status = self.status()
         return status if status is not None and process_start(status.pid) == status.started else None
 
+    def forget(self) -> None:
+        """Take away what leads to a daemon, and leave its log."""
+        for path in (self.socket, self._status):
+            path.unlink(missing_ok=True)
+
     def remove(self) -> None:
         """Take the folder away in one step: another process may make it anew while its files are removed."""
         gone = self.folder.with_name(f"{self.folder.name}.gone-{os.getpid()}")
@@ -219,14 +224,6 @@ def process_start(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] == "Z" else int(fields[19])
-
-
-def resident_bytes(pid: int) -> int:
-    """Resident memory of a process, 0 where there is none."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
 
 
 def log_tail(path: Path, lines: int = 5) -> str:

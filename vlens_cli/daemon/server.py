@@ -24,8 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vlens_cli.daemon import local, runtime, wire
-from vlens_cli.errors import BugError, QueryError, VlensError
+from vlens_cli import memory
+from vlens_cli.daemon import launch, local, runtime, wire
+from vlens_cli.errors import BugError, QueryError, StartError, VlensError
 from vlens_cli.query import QUERIES, RUNNING, EngineSpec
 
 # A client writes its query at once; who connects and says nothing is let go.
@@ -77,7 +78,7 @@ class Server:
         self._open = 0
         self._open_changed = threading.Condition()
         self._socket = self._listen()
-        self._inode = os.stat(home.socket).st_ino
+        self._inode: int | None = os.stat(home.socket).st_ino
 
     def serve(self) -> None:
         """Answer until the time is up, `stop` is asked, or the socket is no longer this server's."""
@@ -149,7 +150,10 @@ class Server:
         try:
             frame = self._answer(job)
         except VlensError as error:
+            launch.name_idle_engines(error)
             frame = {"error": {**error.as_dict(), "exit": error.exit_code}}
+            if isinstance(error, StartError) and not (self._session and self._session.started):
+                self._give_up(frame)
         except OSError as fault:
             frame = {"error": _not_written(fault)} if job.file and fault.errno in DISK_FULL else self._bug(fault)
         except Exception as fault:
@@ -159,6 +163,15 @@ class Server:
         self._running = None
         self._idle_since = time.monotonic()
         job.events.put({"final": True, **frame})
+
+    def _give_up(self, frame: dict[str, Any]) -> None:
+        """The engine did not start: end, for what it has taken by then comes back only with the process, and vLLM does
+        not start twice in one. Those who waited for it get the same answer; the log stays for `engine log`."""
+        self._inode = None
+        self._home.forget()
+        self._stopping.set()
+        while not self._jobs.empty():
+            self._jobs.get().events.put({"final": True, **frame})
 
     def _bug(self, fault: Exception) -> dict[str, Any]:
         """A fault of ours as an error frame; its traceback goes to the log."""
@@ -284,7 +297,7 @@ class Server:
             "doing_for_s": round(time.monotonic() - running[1], 3) if running else None,
             "waiting": self._jobs.qsize(), "spec": self._spec.as_json(), "fingerprint": self._home.folder.name,
             "socket": str(self._home.socket), "log": str(self._home.log), "version": runtime.version(),
-            "rss_bytes": runtime.resident_bytes(os.getpid()), "idle_left_s": self._idle_left(),
+            "rss_bytes": memory.resident(os.getpid()), "idle_left_s": self._idle_left(),
             "keep_alive_s": self._keep_alive,
         }
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlens_cli.driver.hide import hide_broken_packages
-from vlens_cli.errors import INSTALL_HINT, PromptError, StartError, UsageError, VlensError
+from vlens_cli.errors import INSTALL_HINT, LOG_HINT, PromptError, StartError, UsageError, VlensError
 from vlens_cli.families import Catalog
 from vlens_cli.query import EngineSpec
 
@@ -214,8 +214,7 @@ def translated() -> Iterator[None]:
         raise
     except Exception as fault:
         # The seam: what vLLM, torch and pydantic raise for a model that they do not take has no common base.
-        raise StartError(f"the engine did not start: {one_line(fault)}", hint="VLENS_LOG=1 shows the engine's own log",
-                         code="engine_failed") from fault
+        raise StartError(f"the engine did not start: {one_line(fault)}", hint=LOG_HINT, code="engine_failed") from fault
 
 
 def one_line(fault: BaseException) -> str:

@@ -5,15 +5,14 @@ torch and vLLM are imported when the engine is started: a query that is refused 
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from vlens_cli import checkpoint
-from vlens_cli.driver import boot
+from vlens_cli import checkpoint, memory
+from vlens_cli.driver import boot, room
 from vlens_cli.driver.base import Request, Result
 from vlens_cli.driver.tokens import Fed, Tokens
 from vlens_cli.errors import PromptError, QueryError, UsageError
@@ -32,12 +31,6 @@ SMALL = 2000
 PIECE_SECONDS = 1.0
 # A capture is joined from its pieces, and cast: it may be there twice for a moment.
 MEMORY_SHARE = 0.4
-
-
-def available_bytes() -> int:
-    """Memory that could be used without swapping (man proc, MemAvailable)."""
-    text = Path("/proc/meminfo").read_text()
-    return 1024 * int(re.search(r"MemAvailable:\s+(\d+)", text)[1])
 
 
 class Session:
@@ -111,10 +104,11 @@ class Session:
         """The engine, started by the first call."""
         if self._driver is None:
             progress(f"starting the engine for {self.spec.name}")
-            with boot.translated():
-                from vlens_cli.driver.vllm_driver import VLLMDriver
-                self._check_pickled()
-            self._driver = VLLMDriver(self.spec, self.plan, self.catalog)
+            with room.room_for(room.needed(Path(self.spec.model), self._config, self.plan)):
+                with boot.translated():
+                    from vlens_cli.driver.vllm_driver import VLLMDriver
+                    self._check_pickled()
+                self._driver = VLLMDriver(self.spec, self.plan, self.catalog)
         return self._driver
 
     def _check_pickled(self) -> None:
@@ -141,7 +135,7 @@ class Session:
 
     def check_memory(self, n_bytes: int) -> None:
         """Refuse what would not fit into memory, before the forward that fills it."""
-        free = available_bytes()
+        free = memory.available()
         if n_bytes > free * MEMORY_SHARE:
             raise UsageError(f"this query takes {n_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free",
                              hint="ask for fewer hooks, positions or prompts at once", code="too_large")

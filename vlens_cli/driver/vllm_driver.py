@@ -17,7 +17,7 @@ from vlens_cli.driver.base import LOGITS, Captured, Edit, ForwardResult, Request
 from vlens_cli.driver.proof import PROOF_TOKENS, WRITTEN_TOGETHER
 from vlens_cli.driver.tokens import Tokens
 from vlens_cli.driver.unembed import UNEMBED_ROWS
-from vlens_cli.errors import HookError, QueryError, StartError, UsageError, VlensError
+from vlens_cli.errors import LOG_HINT, HookError, QueryError, StartError, UsageError, VlensError
 from vlens_cli.families import Catalog
 from vlens_cli.query import EngineSpec
 
@@ -122,7 +122,7 @@ class VLLMDriver:
             # The seam: whatever vLLM, torch or a tap raised in the middle of an accepted query.
             self._abandon()
             raise QueryError(f"the forward failed: {type(fault).__name__}: {boot.one_line(fault)}",
-                             hint="VLENS_LOG=1 shows the engine's own log") from fault
+                             hint=LOG_HINT) from fault
         except BaseException:
             self._abandon()
             raise
