@@ -1,14 +1,42 @@
-"""What a checkpoint holds, read from its headers alone: light, without torch."""
+"""What a checkpoint holds, read from its headers alone: light, without torch and numpy."""
 
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vlens_cli.errors import StartError
 
 # The safetensors package's own limit.
 MAX_HEADER = 100_000_000
+# Bytes of a number, by the format's name for it. Types of less than a byte are not among them.
+SIZES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8, "BOOL": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1,
+}
+# What torch calls them, as users do.
+NAMES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "C64": "complex64", "BOOL": "bool", "I64": "int64",
+    "I32": "int32", "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
+}
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a weight file: its type by the safetensors format's name, its shape, and which bytes of the file it
+    is. A pickled file does not say which: its tensors have a `key` instead."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int = 0
+    end: int = 0
+    key: str = ""
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
@@ -16,34 +44,86 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
 
     Raises StartError for a file that is broken.
     """
+    found = tensors(folder)
+    return None if found is None else {name: stored.shape for name, stored in found.items()}
+
+
+def tensors(folder: Path) -> dict[str, Stored] | None:
+    """Tensor name -> where it is stored, as `shapes`. Raises StartError, also for a name that two files have."""
     files = _files(folder)
-    if not files:
-        return None
-    return {name: tuple(entry["shape"]) for file in files for name, entry in _header(file).items()
-            if name != "__metadata__"}
+    found: dict[str, Stored] = {}
+    for file in files:
+        for name, stored in _header(file).items():
+            if name in found:
+                raise StartError(f"two weight files hold the same tensor: {name}: {found[name].file.name}, {file.name}",
+                                 hint="which of them counts depends on the reader; take one away", code="bad_checkpoint")
+            found[name] = stored
+    return found if files else None
 
 
 def _files(folder: Path) -> list[Path]:
     """Those that the index names, where there is one; vLLM and transformers load no others then."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return [folder / name for name in sorted(names)]
+        return [folder / name for name in sorted(_shards(index))]
     files = sorted(folder.glob("*.safetensors"))
     return [file for file in files if not file.name.startswith("consolidated")] or files
 
 
-def _header(file: Path) -> dict:
+def _shards(index: Path) -> set[str]:
+    try:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
+        raise _broken(index, fault) from fault
+
+
+def _header(file: Path) -> dict[str, Stored]:
     try:
         with file.open("rb") as f:
-            size = int.from_bytes(f.read(8), "little")
+            length = f.read(8)
+            if len(length) < 8:
+                raise ValueError("it has no header")
+            size = int.from_bytes(length, "little")
             if size > MAX_HEADER:
                 raise ValueError("its header is too long")
-            header = json.loads(f.read(size))
-        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-        if file.stat().st_size < 8 + size + end:
-            raise ValueError("it is shorter than its header says")
-        return header
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
-        raise StartError(f"a broken weight file: {file}: {fault}", hint="fetch or save it again", code="bad_checkpoint"
-                         ) from fault
+            header = json.loads(f.read(size), object_pairs_hook=_once)
+        header.pop("__metadata__", None)
+        found = {name: _stored(file, entry, 8 + size) for name, entry in header.items()}
+        _check_bytes(found, 8 + size, file.stat().st_size)
+        return found
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as fault:
+        raise _broken(file, fault) from fault
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, whose keys must differ: of two tensors of one name, a reader would take either."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [key for key, _ in pairs]
+        raise ValueError(f"its header has {next(n for n in names if names.count(n) > 1)} twice")
+    return found
+
+
+def _stored(file: Path, entry: dict[str, Any], start: int) -> Stored:
+    dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
+        raise ValueError("its header makes no sense")
+    if dtype in SIZES and end - begin != math.prod(shape) * SIZES[dtype]:
+        raise ValueError(f"a tensor of {end - begin} bytes has the shape {list(shape)} of {dtype}")
+    return Stored(file, dtype, shape, start + begin, start + end)
+
+
+def _check_bytes(found: dict[str, Stored], start: int, size: int) -> None:
+    """The tensors' bytes must follow each other without gaps or overlaps, as the format demands, and be there."""
+    at = start
+    for stored in sorted(found.values(), key=lambda one: (one.begin, one.end)):
+        if stored.begin != at:
+            raise ValueError("its tensors overlap or leave a gap")
+        at = stored.end
+    if at > size:
+        raise ValueError("it is shorter than its header says")
+
+
+def _broken(file: Path, fault: Exception) -> StartError:
+    what = fault.strerror if isinstance(fault, OSError) and fault.strerror else fault
+    return StartError(f"a broken weight file: {file}: {what}", hint="fetch or save it again", code="bad_checkpoint")

@@ -175,7 +175,7 @@ def parse(text: str) -> HookRequest:
 def parse_items(text: str, axis: str) -> Items:
     """What may stand inside `[axis=...]`, as the flags `--pos`, `--head` and `--dim` give it."""
     reader = Reader(text)
-    items = _read_items(reader, axis)
+    items = read_items(reader, axis)
     if reader.at < len(text):
         raise reader.fault(f"expected `,` or the end of {axis}")
     return items
@@ -199,7 +199,7 @@ def read_selectors(reader: Reader) -> dict[str, Items]:
         if axis in chosen:
             raise reader.fault(f"{axis} is given twice", at)
         reader.expect(r"=", f"`=` after {axis}")
-        chosen[axis] = _read_items(reader, axis)
+        chosen[axis] = read_items(reader, axis)
         reader.expect(r"\]", "`,` or `]`")
     return chosen
 
@@ -217,14 +217,15 @@ def _read_name(reader: Reader) -> _Name:
     start, slot, ranges = reader.at, "", ()
     if reader.take(r"blocks\."):
         start = reader.at
-        ranges = _read_layers(reader)
+        ranges = read_layers(reader)
         slot = reader.text[start : reader.at]
         reader.expect(r"\.", "`.` and the rest of a hook name after the layer")
     tail = reader.expect(r"(?:[A-Za-z0-9_]+\.)*[A-Za-z0-9_*]+", "a hook name")
     return _Name(slot, ranges, tail)
 
 
-def _read_layers(reader: Reader) -> tuple[tuple[int, int], ...] | None:
+def read_layers(reader: Reader) -> tuple[tuple[int, int], ...] | None:
+    """The layers at the reader's place, as ranges with both ends included; None for `*`."""
     if reader.take(r"\*"):
         return None
     if not reader.take(r"\{"):
@@ -248,7 +249,8 @@ def _read_range(reader: Reader) -> tuple[int, int]:
     return first, last
 
 
-def _read_items(reader: Reader, axis: str) -> Items:
+def read_items(reader: Reader, axis: str) -> Items:
+    """What stands inside `[axis=...]`, at the reader's place."""
     items = [_read_item(reader, axis)]
     while reader.take(r"\s*,\s*"):
         items.append(_read_item(reader, axis))

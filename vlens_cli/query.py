@@ -132,7 +132,7 @@ def _prompt(fields: dict[str, Any]) -> Prompt:
 
 def _texts(items: Any) -> tuple[str, ...]:
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
-        raise TypeError("neither hooks nor expressions: a list of texts")
+        raise TypeError("names and expressions are a list of texts")
     return tuple(items)
 
 
@@ -187,6 +187,39 @@ class LogitsQuery:
 
 
 @dataclass(frozen=True)
+class ParamQuery:
+    """`vlens param`, where the engine is asked.
+
+    names    weights as typed, with their selectors
+    live     take every value from the engine, also what the checkpoint has
+    values   put every value into the reply's body
+    svd      how many singular values to give, or None
+    compare  folder of a model whose checkpoint the weights are compared with, or None
+    raw      quantized tensors as they are stored
+    """
+
+    verb: ClassVar[str] = "param"
+
+    names: tuple[str, ...]
+    live: bool = False
+    values: bool = False
+    svd: int | None = None
+    compare: str | None = None
+    raw: bool = False
+
+    def summary(self) -> str:
+        """What this asks, in a few words, for who waits behind it."""
+        return f"{len(self.names)} weights"
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> ParamQuery:
+        return cls(**{**fields, "names": _texts(fields["names"])})
+
+
+@dataclass(frozen=True)
 class StartQuery:
     """`vlens engine start`: nothing but an engine that is ready."""
 
@@ -203,7 +236,9 @@ class StartQuery:
         return cls()
 
 
-QUERIES: dict[str, type[Query]] = {query.verb: query for query in (CaptureQuery, LogitsQuery, StartQuery)}
+QUERIES: dict[str, type[Query]] = {
+    query.verb: query for query in (CaptureQuery, LogitsQuery, ParamQuery, StartQuery)
+}
 
 
 class Saved(NamedTuple):

@@ -12,6 +12,7 @@ import pytest
 
 from vlens_cli.cli import generate
 from vlens_cli.cli.completions import SHELLS
+from vlens_cli.cli.main import COMMANDS
 
 FILES = Path(__file__).parents[2] / "completions"
 
@@ -64,7 +65,7 @@ def completed(words: str, folder: Path, **env: str) -> list[str]:
 
 
 def test_bash_completes_commands_and_options(tmp_path):
-    assert completed("vlens ", tmp_path) == ["capture", "logits", "hooks", "engine", "completions"]
+    assert completed("vlens ", tmp_path) == list(COMMANDS)
     assert completed("vlens capture --ho", tmp_path) == ["--hook"]
 
 

@@ -138,18 +138,26 @@ def asking(keep_alive: str | None, timeout: float | None, no_daemon: bool) -> As
     return Asking(daemon=not no_daemon, keep_alive=stay, timeout=timeout)
 
 
-engine = together(
+engine_spec = together(
     click.option("--dtype", type=click.Choice(["auto", "float32", "float16", "bfloat16"]), default="auto",
                  help="What the model runs in. Default: the checkpoint's own."),
     click.option("--max-len", type=click.IntRange(min=1), metavar="N", help="Longest prompt in tokens. Default: the "
                  "model's own."),
     click.option("--chunk", type=click.IntRange(min=1), metavar="N", help="Most tokens that one forward takes."),
-    click.option("--one-chunk", is_flag=True, help="Refuse a prompt that needs more than one forward."),
+)  # fmt: skip
+
+residency = together(
     click.option("--keep-alive", metavar="TIME", help="How long the engine stays after this query: 90s, 15m, 2h, 0, "
                  "forever. Default: VLENS_KEEP_ALIVE, then 15m."),
     click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
                  help="Give up waiting for the resident engine. Default: never."),
     click.option("--no-daemon", is_flag=True, help="Start an engine in this process, and end it with the query."),
+)  # fmt: skip
+
+engine = together(
+    engine_spec,
+    click.option("--one-chunk", is_flag=True, help="Refuse a prompt that needs more than one forward."),
+    residency,
 )  # fmt: skip
 
 saving = together(

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -259,3 +259,100 @@ def _doing(one: dict[str, Any]) -> str:
 def _left(one: dict[str, Any]) -> str:
     left = one["idle_left_s"]
     return "" if left is None else f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} min"
+
+
+# What `param` gives
+
+
+def params(body: dict[str, Any]) -> str:
+    """The reply of `vlens param`: weights of one shape, type and source in one table, with a row each."""
+    model = body["model"]
+    parts = [line(visible(f"{model['name']} ({model['family'] or 'a family without names of its own'})"))]
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for entry in body["params"]:
+        groups.setdefault(_weight_title(entry), []).append(entry)
+    for title, entries in groups.items():
+        parts += [line(), line(title, "bold"), _weight_table(entries)]
+        parts += [line(text) for entry in entries for text in _weight_lines(entry, body.get("compare"))]
+    return draw(*parts)
+
+
+def param_list(body: dict[str, Any], rows: Iterable[Sequence[str]]) -> str:
+    """The reply of `vlens param --list`."""
+    model = body["model"]
+    columns = [("name", "left"), ("layers", "right"), ("kind of name", "left"), ("shape", "left"), ("dtype", "left"),
+               ("in", "fold")]
+    return draw(line(visible(f"{model['name']} ({model['family'] or 'a family without names of its own'})"), "bold"),
+                line(), table(columns, [[visible(cell) for cell in row] for row in rows]))  # fmt: skip
+
+
+def axes(entry: dict[str, Any]) -> str:
+    """`[head 9, d_model 576]`, or `[576, 576]` of a tensor whose axes have no names."""
+    named = entry["axes"] or [""] * len(entry["shape"])
+    sized = (f"{axis} {size}".strip() for axis, size in zip(named, entry["shape"], strict=True))
+    return f"[{', '.join(sized)}]"
+
+
+def _weight_title(entry: dict[str, Any]) -> str:
+    chosen = "".join(f"  {axis or 'dim'} {_ranges(indices)}" for axis, indices in entry.get("selected", {}).items())
+    how = f", dequantized ({entry['dequantized']})" if "dequantized" in entry else ""
+    return visible(f"{axes(entry)} {entry['dtype']}, from the {entry['source']}{how}{chosen}")
+
+
+def _ranges(indices: Sequence[int]) -> str:
+    """`0:10, 12` of indices."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][1]:
+            runs[-1][1] = index + 1
+        else:
+            runs.append([index, index + 1])
+    return ", ".join(str(first) if last == first + 1 else f"{first}:{last}" for first, last in runs)
+
+
+def _weight_table(entries: list[dict[str, Any]]) -> Table:
+    numbers = ("norm", "mean", "std", "min", "max")
+    columns = [("name", "left"), *((name, "right") for name in numbers), ("zeros", "right"), ("min to max", "left")]
+    rows = [
+        (visible(e["name"]), *(number(e[name]) if name in e else "" for name in numbers),
+         f"{100 * e['sparsity']:.3g}%" if "sparsity" in e else "", _histogram_line(e.get("histogram")))
+        for e in entries
+    ]
+    return table(columns, rows)
+
+
+def _histogram_line(histogram: dict[str, Any] | None) -> str:
+    """Counts as bars, the highest for the most; a count that is not zero shows."""
+    if not histogram:
+        return ""
+    utf8 = sys.stdout is None or "utf" in (sys.stdout.encoding or "").lower()
+    bars = " ▁▂▃▄▅▆▇█" if utf8 else " .:-=+*#@"
+    most = max(histogram["counts"])
+    return "".join(bars[math.ceil(count / most * (len(bars) - 1))] for count in histogram["counts"])
+
+
+def _weight_lines(entry: dict[str, Any], other: str | None) -> list[str]:
+    """What stands under the table: singular values, the comparison, every value."""
+    name, lines = visible(entry["name"]), []
+    if entry.get("nonfinite"):
+        lines.append(f"{name}: {entry['nonfinite']} of {entry['count']} numbers are NaN or infinite")
+    if "compare" in entry:
+        c = entry["compare"]
+        lines.append(f"{name} against {visible(other or '')}: norm of the difference {number(c['difference_norm'])} "
+                     f"(relative {number(c['relative'])}), cosine {number(c['cosine'])}")
+    for where, values in _leaves(entry.get("singular_values", [])):
+        lines += _wrapped(f"{name}{where} singular values:", values)
+    for where, values in _leaves(entry.get("values", [])):
+        lines += _wrapped(f"{name}{where}:", values)
+    return lines
+
+
+def _leaves(nested: Any, where: tuple[int, ...] = ()) -> Iterator[tuple[str, list[Any]]]:
+    """The innermost lists of a nested one, each with its indices in brackets."""
+    if not isinstance(nested, list):
+        yield f"[{', '.join(map(str, where))}]" if where else "", [nested]
+    elif nested and isinstance(nested[0], list):
+        for place, each in enumerate(nested):
+            yield from _leaves(each, (*where, place))
+    elif nested:
+        yield f"[{', '.join(map(str, where))}]" if where else "", nested

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vlens_cli.driver.gather import Sharding
+
 
 class Segment(NamedTuple):
     """The rows of one request in one step: `start:stop` of every flat tensor; `first` is the absolute position
@@ -91,6 +93,71 @@ def unembedding(processor: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
     `soft_cap` and `scale` are its own)."""
     given = dict(zip(("lm_head", "hidden_states", "embedding_bias"), args, strict=False)) | kwargs
     return Head(given["lm_head"].weight, given.get("embedding_bias"), processor.soft_cap, float(processor.scale))
+
+
+def weight(layer: torch.nn.Module, attribute: str) -> torch.Tensor:
+    """A parameter of one module on this rank, on the host and in the model's dtype.
+
+    vLLM (0.32, CPU) packs the weights of linear layers for its kernels and empties the parameters, and widens some
+    biases to float32. A packed weight is read back by pushing the identity matrix through the layer's kernel: each sum
+    has one term that is not zero, so every value is exact, but for the sign of zeros. Raises LookupError where the layer
+    has no such parameter, or keeps it in another form than it was loaded in.
+    """
+    value = getattr(layer, attribute, None)
+    if not isinstance(value, torch.Tensor):
+        raise LookupError(f"the engine's layer has no {attribute}")
+    method = getattr(layer, "quant_method", None)
+    if method is not None and not type(method).__name__.startswith("Unquantized"):
+        raise LookupError(f"the engine keeps this layer quantized ({type(method).__name__})")
+    if value.numel():
+        return value.detach().to(device="cpu", dtype=getattr(layer, "params_dtype", value.dtype))
+    if attribute != "weight" or not hasattr(layer, "input_size_per_partition"):
+        raise LookupError(f"the engine has emptied {attribute}")
+    return _unpacked(layer, value)
+
+
+# Rows of the identity that are pushed at once: a whole one of a wide layer takes gigabytes.
+_ROWS = 512
+
+
+@torch.inference_mode()
+def _unpacked(layer: torch.nn.Module, emptied: torch.Tensor) -> torch.Tensor:
+    """[out, in] of a linear layer whose weight is packed away."""
+    width = layer.input_size_per_partition
+    columns = []
+    for start in range(0, width, _ROWS):
+        rows = torch.zeros(min(_ROWS, width - start), width, dtype=emptied.dtype, device=emptied.device)
+        rows[:, start:].fill_diagonal_(1)
+        columns.append(layer.quant_method.apply(layer, rows, None))
+    found = torch.cat(columns).t().contiguous()
+    if not found.isfinite().all():
+        # Zero times infinity is not a number: one such weight spoils its whole row.
+        raise LookupError("the weight holds NaN or infinities, and cannot be read back from its packed form")
+    return found
+
+
+def sharding(layer: torch.nn.Module, attribute: str) -> Sharding:
+    """How a parameter of a module is spread over ranks, by the module's class (vLLM 0.26 to 0.32).
+
+    A parameter's own `output_dim` and `input_dim` say less (not which parts are fused), and an emptied one has none.
+    """
+    from vllm.model_executor.layers.linear import (
+        ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear,
+    )
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    match layer:
+        case QKVParallelLinear():
+            kv = layer.num_kv_heads
+            widths = (layer.num_heads * layer.head_size, kv * layer.head_size, kv * layer.v_head_size)
+            return Sharding(0, widths, (1, layer.num_kv_head_replicas, layer.num_kv_head_replicas))
+        case MergedColumnParallelLinear():
+            return Sharding(0, tuple(layer.output_partition_sizes))
+        case ColumnParallelLinear() | VocabParallelEmbedding():
+            return Sharding(0)
+        case RowParallelLinear() if attribute == "weight":
+            return Sharding(1)
+    return Sharding()
 
 
 def attention_scale(attention: torch.nn.Module) -> float:

@@ -89,7 +89,10 @@ class Locator:
     def module(self, role: str, layer: int | None = None) -> torch.nn.Module:
         """The live module of a role; LookupError where the tree has none."""
         path = self.catalog.spec.modules[role]
-        path = path if layer is None else path.replace("{i}", str(layer))
+        return self.at(path if layer is None else path.replace("{i}", str(layer)))
+
+    def at(self, path: str) -> torch.nn.Module:
+        """The live module of a path; LookupError where the tree has none."""
         if path not in self._modules:
             raise LookupError(f"the engine's model has no module: {path}")
         return self._modules[path]

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
-from vlens_cli import hooks
+from vlens_cli import hooks, params
 from vlens_cli.driver import boot, internals
 from vlens_cli.driver.base import LOGITS, Captured, Edit, ForwardResult, Request, Result, Want
+from vlens_cli.driver.gather import Sharding
 from vlens_cli.driver.proof import PROOF_TOKENS, WRITTEN_TOGETHER
 from vlens_cli.driver.tokens import Tokens
 from vlens_cli.driver.unembed import UNEMBED_ROWS
+from vlens_cli.driver.weights import LiveWeights
 from vlens_cli.errors import LOG_HINT, HookError, QueryError, StartError, UsageError, VlensError
 from vlens_cli.families import Catalog
 from vlens_cli.query import EngineSpec
@@ -157,6 +159,26 @@ class VLLMDriver:
         logits = _padded([r.captured[LOGITS].value for r in results], float("-inf")) if return_logits else None
         new = torch.nn.utils.rnn.pad_sequence([torch.tensor(r.new_tokens) for r in results], batch_first=True)
         return ForwardResult(logits, captured, new, results)
+
+    def get_param(self, name: str) -> torch.Tensor:
+        """TransformerLens' `Driver.get_param`: a live weight, by any of its names, without selectors.
+
+        Raises UsageError for an unknown name, with near ones.
+        """
+        weights = params.of_model(self.spec.model)
+        (param,) = params.resolve([params.ParamRequest(name, name)], weights)
+        return self.weights(weights).tensor(param).clone()
+
+    def weights(self, names: params.Weights) -> LiveWeights:
+        """The engine's weights, under the names of its model."""
+        return LiveWeights(names, self._fetch)
+
+    def _fetch(self, path: str, attribute: str) -> list[tuple[torch.Tensor, Sharding]]:
+        """A parameter's shards. Raises QueryError where the engine does not give it."""
+        found = self._call("vlens_weight", path, attribute)
+        if isinstance(found, str):
+            raise QueryError(f"{path}.{attribute}: {found}", hint="--from checkpoint", code="not_in_engine")
+        return [found]
 
     def close(self) -> None:
         """Free the engine; a second call does nothing."""

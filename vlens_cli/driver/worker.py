@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 
 from vlens_cli.driver import internals
 from vlens_cli.driver.base import LOGITS, Edit, Want
+from vlens_cli.driver.gather import Sharding
 from vlens_cli.driver.locate import Locator
 from vlens_cli.driver.proof import Proof
 from vlens_cli.driver.taps import Record, Taps
@@ -124,6 +125,14 @@ class LensWorker(EngineWorker):
             held = {name for name, ((_, edit),) in record.edits.items()
                     if torch.equal(values[name], edit.value.to(values[name].dtype))}
             return sorted(held & (Proof(self._locator, values).written(record.edits.keys()) | {LOGITS}))
+
+    def vlens_weight(self, path: str, attribute: str) -> tuple[torch.Tensor, Sharding] | str:
+        """A parameter of this rank's model, on the host, and how it is sharded; the reason where it cannot be given."""
+        try:
+            layer = self._locator.at(path)
+            return internals.weight(layer, attribute), internals.sharding(layer, attribute)
+        except LookupError as miss:
+            return str(miss)
 
     def _finish(self, record: Record, name: str) -> tuple[torch.Tensor, tuple[int, ...]]:
         """Join a point's pieces in the order of positions; unembed them where the point is the logits."""

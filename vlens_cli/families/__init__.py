@@ -11,6 +11,9 @@ A family file holds
     [when]      config key -> the value that this layout needs; a model with another is refused
     [checkpoint]       tensor name -> when a whole checkpoint has it: always, never, maybe, a config key, or !key;
                 {i} is the layer, {e} the expert
+    [params]    TransformerLens' name of a weight -> its axes there, and where it lies: `checkpoint = "TENSOR LAYOUT"`,
+                `engine = "ROLE.ATTRIBUTE LAYOUT"` (layout.py has the language); `tied` names the weight that it is where
+                embeddings are tied, `aliases` other names, `note` what a user must know
     [dims]      which config key gives each width, or several of which the first that is there counts; also a number,
                 or a multiple of a width named before it ("4 * d_model")
     [modules]   role -> path in the live module tree; {i} is the layer
@@ -94,6 +97,26 @@ class Row:
 
 
 @dataclass(frozen=True)
+class ParamRow:
+    """One weight of a family, by TransformerLens' name with {i} for the layer.
+
+    tensor, layout                of a checkpoint; {e} in the tensor's name runs over the axis `expert`
+    module, attribute, live       of an engine: role, parameter of its module, layout; empty where it keeps none
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    tensor: str
+    layout: str
+    module: str
+    attribute: str
+    live: str
+    tied: str = ""
+    aliases: tuple[str, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Family:
     """One family file, with what it inherits."""
 
@@ -111,6 +134,7 @@ class Family:
     defaults: dict[str, Any]
     when: dict[str, Any]
     checkpoint: dict[str, str]
+    params: dict[str, ParamRow]
 
 
 @dataclass(frozen=True)
@@ -264,7 +288,7 @@ def check_checkpoint(catalog: Catalog, config: dict[str, Any], found: Iterable[s
         return
     config = {**catalog.spec.defaults, **config}
     rules = [(name, when) for pattern, when in catalog.spec.checkpoint.items() for name in _names(pattern, catalog.dims)]
-    wanted = {name for name, when in rules if _holds(when, config)}
+    wanted = {name for name, when in rules if holds(when, config)}
     optional = {name for name, when in rules if when == "maybe"} | {"lm_head.weight"}
     there = {name for name in found if not name.endswith((".rotary_emb.inv_freq", ".masked_bias"))}
     for names, what in ((wanted - there, "lacks weights that the model has"),
@@ -276,7 +300,8 @@ def check_checkpoint(catalog: Catalog, config: dict[str, Any], found: Iterable[s
                              hint="its values would not be the model's; compare its config.json and weights with the original")
 
 
-def _holds(when: str, config: dict[str, Any]) -> bool:
+def holds(when: str, config: dict[str, Any]) -> bool:
+    """Whether a tensor of the `[checkpoint]` table is there, by its condition."""
     if when in ("always", "never", "maybe"):
         return when == "always"
     return not config.get(when[1:]) if when.startswith("!") else bool(config.get(when))
@@ -331,6 +356,7 @@ def load(name: str) -> Family:
         defaults=fields.get("defaults", {}),
         when=fields.get("when", {}),
         checkpoint=fields["checkpoint"],
+        params={param: _param(name, param, entry, fields["modules"]) for param, entry in fields["params"].items()},
     )
     _check(family)
     return family
@@ -363,9 +389,15 @@ def _fields(name: str) -> dict[str, Any]:
         "row": rows,
         **{table: {**base.get(table, {}), **own.get(table, {})}
            for table in ("dims", "modules", "reads", "checkpoint", "defaults", "when")},
+        "params": _merged(base["params"], own.get("params", {})),
         "aliases": aliases,
         "refused": {hook: reason for hook, reason in refused.items() if hook not in hooks and hook not in aliases},
     }
+
+
+def _merged(base: dict[str, dict[str, Any]], own: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Entries that replace or add fields of the entries that they are named like."""
+    return {name: {**base.get(name, {}), **own.get(name, {})} for name in {**base, **own}}
 
 
 def _row(family: str, entry: dict[str, Any], fields: dict[str, Any]) -> Row:
@@ -383,6 +415,18 @@ def _row(family: str, entry: dict[str, Any], fields: dict[str, Any]) -> Row:
         meaning=entry["meaning"],
         split=tuple(entry.get("split", ())),
         **{name: entry[name] for name in ("part", "derive", "interleaved", "factor", "helper", "absent") if name in entry},
+    )
+
+
+def _param(family: str, name: str, entry: dict[str, Any], modules: dict[str, str]) -> ParamRow:
+    tensor, _, layout = entry["checkpoint"].partition(" ")
+    place, _, live = entry.get("engine", "").partition(" ")
+    module, _, attribute = place.rpartition(".")
+    if not layout or (place and (module not in modules or not live)):
+        raise BugError(f"family {family}: the row of {name} needs a tensor with its layout, and a known module")
+    return ParamRow(
+        name=name, axes=tuple(entry["axes"].split()), tensor=tensor, layout=layout, module=module, attribute=attribute,
+        live=live, tied=entry.get("tied", ""), aliases=tuple(entry.get("aliases", ())), note=entry.get("note", ""),
     )
 
 

@@ -1,0 +1,94 @@
+"""Answers `vlens param`, where a name or the user wants the engine: weights as they are in it, or beside it on disk."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from vlens_cli import __version__, params
+from vlens_cli.errors import UsageError
+from vlens_cli.query import RUNNING, SCHEMA_VERSION, ParamQuery, Reply, Saved
+
+if TYPE_CHECKING:
+    from vlens_cli.driver.session import Progress, Session
+    from vlens_cli.params import Param, Weights
+    from vlens_cli.reader.arrays import Numbers
+
+
+def answer(session: Session, query: ParamQuery, progress: Progress, into: BinaryIO | None) -> Reply:
+    """Raises UsageError before any engine starts, where headers tell; StartError, QueryError."""
+    weights = params.of_model(session.spec.model)
+    found = params.resolve(map(params.parse, query.names), weights)
+    numbers = _numbers(session, query, weights, found, progress)
+    model = session.model_body()
+    entries = [_entry(session, query, weights, param) for param in found]
+    body = {
+        "schema_version": SCHEMA_VERSION, "command": "param", "vlens": __version__, "model": model,
+        **({"compare": query.compare} if query.compare else {}), "params": _described(query, found, entries, numbers),
+    }
+    return Reply(body, (*session.plan.notes, *params.notes(found, weights)), _saved(into, model, entries, numbers))
+
+
+def _is_live(query: ParamQuery, param: Param) -> bool:
+    return query.live or param.view is None
+
+
+def _numbers(session: Session, query: ParamQuery, weights: Weights, found: tuple[Param, ...], progress: Progress
+             ) -> list[Numbers]:
+    driver = session.driver(progress)
+    progress(RUNNING)
+    from vlens_cli.reader import answer as reader
+
+    live = driver.weights(weights)
+    return [_live(live, param) if _is_live(query, param) else reader.mapped(params.reading(param, weights, query.raw))
+            for param in found]
+
+
+def _entry(session: Session, query: ParamQuery, weights: Weights, param: Param) -> dict[str, Any]:
+    if not _is_live(query, param):
+        return params.entry(param, weights, params.CHECKPOINT, query.raw)
+    return params.entry(param, weights, params.ENGINE) | {"dtype": session.plan.dtype}
+
+
+def _described(query: ParamQuery, found: tuple[Param, ...], entries: list[dict[str, Any]], numbers: list[Numbers]
+               ) -> list[dict[str, Any]]:
+    from vlens_cli.reader import answer as reader
+
+    return [entry | reader.described(one, other, query.values, query.svd)
+            for entry, one, other in zip(entries, numbers, _others(query, found), strict=True)]
+
+
+def _saved(into: BinaryIO | None, model: dict[str, Any], entries: list[dict[str, Any]], numbers: list[Numbers]
+           ) -> Saved | None:
+    if into is None:
+        return None
+    from vlens_cli.driver import blob
+    from vlens_cli.reader import answer as reader
+
+    metadata = params.metadata(model, entries, __version__, blob.engine_version())
+    return reader.saved(into, [entry["name"] for entry in entries], numbers, metadata)
+
+
+def _others(query: ParamQuery, found: tuple[Param, ...]) -> list[Numbers | None]:
+    """The same weights of the checkpoint that is compared with."""
+    if query.compare is None:
+        return [None] * len(found)
+    from vlens_cli.reader import answer as reader
+
+    weights = params.of_model(query.compare)
+    theirs = {param.name: param for param in params.resolve(map(params.parse, query.names), weights)}
+    if missing := [param.name for param in found if param.name not in theirs]:
+        raise UsageError(f"{query.compare} has no {missing[0]}", code="unknown_param")
+    return [reader.mapped(params.reading(theirs[param.name], weights, query.raw)) for param in found]
+
+
+def _live(live: Any, param: Param) -> Numbers:
+    """The chosen part of an engine's weight as numbers that numpy reads."""
+    import torch
+
+    from vlens_cli.driver.blob import DTYPES
+    from vlens_cli.reader.arrays import RAW, Numbers
+
+    tensor = live.tensor(param)
+    dtype = DTYPES[tensor.dtype]
+    bits = tensor if RAW[dtype].startswith("f") else tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.int16)
+    return Numbers(bits.numpy().view(RAW[dtype]), dtype).chosen(param.select)

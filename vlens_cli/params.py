@@ -1,0 +1,507 @@
+"""Names of weights as people type them, and where each weight lies in a checkpoint. Light: no torch, no numpy.
+
+    param := name sel*                     `*` in a name stands for anything, dots included
+    sel   := '[' [axis '='] items ']'      without an axis, the n-th bracket is for the n-th axis
+    items := as in hook selectors          a segment of a name may be a range of numbers: 3-7, {0,5,10}, -1
+
+A weight has names of three kinds: TransformerLens' (`blocks.0.attn.W_Q`), the checkpoint's
+(`model.layers.0.self_attn.q_proj.weight`) and the engine's (`model.layers.0.self_attn.qkv_proj.weight`). They are
+different tensors: permuted, split or joined, the numbers are the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from vlens_cli import checkpoint, layout, quantized
+from vlens_cli.checkpoint import NAMES, Stored
+from vlens_cli.errors import StartError, UsageError
+from vlens_cli.families import Catalog, ParamRow, catalog_for, holds
+from vlens_cli.hooks import Items, Reader, indices, read_items, read_layers
+from vlens_cli.layout import View
+
+LENS, CHECKPOINT, ENGINE = "transformerlens", "checkpoint", "engine"
+KIND_WORDS = {LENS: "TransformerLens", CHECKPOINT: "checkpoint", ENGINE: "engine"}
+LIST_HINT = "`vlens param --list` lists the weights of this model"
+
+
+@dataclass(frozen=True)
+class ParamRequest:
+    """One weight as typed; `chosen` are selectors by the name or the place of their axis."""
+
+    text: str
+    pattern: str
+    chosen: tuple[tuple[str | int, Items], ...] = ()
+
+
+@dataclass(frozen=True)
+class Param:
+    """One weight of a model under one name.
+
+    kinds    which kinds of name this is: a checkpoint's may be the engine's too
+    axes     their names, empty where the tensor is as stored
+    tensors  checkpoint tensors that it is read from; more than one are the entries of its first axis
+    view     its part of each tensor
+    dtype    of the checkpoint, by the safetensors format's name
+    select   indices along each axis (None: all)
+    tied     it is the value of another weight, which the embeddings share
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    tensors: tuple[str, ...]
+    view: View | None
+    select: tuple[tuple[int, ...] | None, ...]
+    row: ParamRow | None = field(default=None, compare=False)
+    tied: bool = False
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the first axis runs over several tensors."""
+        return self.view is not None and len(self.view.shape) < len(self.shape)
+
+    @property
+    def selected(self) -> dict[str, list[int]]:
+        """Axis (its name, or its place) -> the indices that were chosen."""
+        return {axis or str(n): list(chosen) for n, (axis, chosen) in enumerate(zip(self.axes, self.select, strict=True))
+                if chosen is not None}
+
+    @property
+    def final_shape(self) -> tuple[int, ...]:
+        return tuple(size if chosen is None else len(chosen) for size, chosen in zip(self.shape, self.select, strict=True))
+
+
+# Parsing
+
+
+def parse(text: str) -> ParamRequest:
+    """A weight as typed. Raises HookError with a caret under the fault."""
+    reader = Reader(text)
+    pattern = reader.expect(r"[^\[\]]+", "the name of a weight").strip()
+    chosen: list[tuple[str | int, Items]] = []
+    while reader.take(r"\["):
+        at = reader.at
+        axis = reader.take(r"[a-z]\w*(?==)")
+        reader.take("=")
+        place = sum(isinstance(key, int) for key, _ in chosen)
+        if axis in (key for key, _ in chosen):
+            raise reader.fault(f"{axis} is given twice", at)
+        items = read_items(reader, axis or "dim")
+        reader.expect(r"\]", "`,` or `]`")
+        chosen.append((axis or place, items))
+    if reader.at < len(text):
+        raise reader.fault("this cannot stand after the name of a weight", hint="selectors: [head=3], [0:10]")
+    return ParamRequest(text, pattern, tuple(chosen))
+
+
+# The weights of one model
+
+
+class Weights:
+    """Every weight of one model by every name. `catalog` None: a family that no rows are known of, whose weights have
+    their checkpoint's names only."""
+
+    def __init__(self, stored: Mapping[str, Stored], config: dict[str, Any], catalog: Catalog | None) -> None:
+        self.stored = stored
+        self.config = config
+        self.catalog = catalog
+
+    @property
+    def family(self) -> str | None:
+        return self.catalog.family if self.catalog else None
+
+    @property
+    def n_layers(self) -> int:
+        return self.catalog.n_layers if self.catalog else 0
+
+    @cached_property
+    def rows(self) -> dict[str, tuple[ParamRow, str]]:
+        """TransformerLens' names that this checkpoint has -> their row and layer (as text, empty outside the blocks)."""
+        found = {name: (row, layer) for name, row, layer in self.possible()
+                 if self.tensors_of(row, layer) or self.is_tied(row)}
+        return found
+
+    def possible(self) -> Iterator[tuple[str, ParamRow, str]]:
+        """All rows of the family by layer, in the order of the forward."""
+        rows = list(self.catalog.spec.params.values()) if self.catalog else []
+        block = [row for row in rows if "{i}" in row.name]
+        first = rows.index(block[0]) if block else len(rows)
+        yield from ((row.name, row, "") for row in rows[:first])
+        yield from ((row.name.replace("{i}", str(i)), row, str(i)) for i in range(self.n_layers) for row in block)
+        yield from ((row.name, row, "") for row in rows[first:] if row not in block)
+
+    def tensors_of(self, row: ParamRow, layer: str) -> tuple[str, ...]:
+        """The checkpoint tensors that a row is read from, in order; empty where the checkpoint has them not."""
+        name = row.tensor.replace("{i}", layer)
+        if "{e}" not in name:
+            return (name,) if name in self.stored else ()
+        found: list[str] = []
+        while (each := name.replace("{e}", str(len(found)))) in self.stored:
+            found.append(each)
+        return tuple(found)
+
+    def is_tied(self, row: ParamRow) -> bool:
+        """Whether a weight is another's value in this model: by its config, whatever its checkpoint holds beside."""
+        spec = self.catalog.spec
+        return bool(row.tied) and not holds(spec.checkpoint.get(row.tensor, "never"), {**spec.defaults, **self.config})
+
+    @cached_property
+    def live(self) -> dict[str, list[str]]:
+        """The engine's names -> the TransformerLens names whose weights it is made of."""
+        found: dict[str, list[str]] = {}
+        for name, (row, layer) in self.rows.items():
+            if row.module and not self.is_tied(row):
+                found.setdefault(self.live_name(row, layer), []).append(name)
+        return found
+
+    def live_name(self, row: ParamRow, layer: str) -> str:
+        return f"{self.catalog.spec.modules[row.module].replace('{i}', layer)}.{row.attribute}"
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """Other names -> the name that they mean."""
+        found = {alias.replace("{i}", layer): name for name, (row, layer) in self.rows.items() for alias in row.aliases}
+        for row, tensor in ((row, row.tensor) for row, _ in self.rows.values() if self.is_tied(row)):
+            if tensor not in self.stored:
+                found[tensor] = self.tensors_of(*self.rows[row.tied])[0]
+        return found
+
+    @property
+    def tied_names(self) -> set[str]:
+        """Checkpoint and engine names of weights that are another's value."""
+        return {row.tensor for row, _ in self.rows.values() if self.is_tied(row) and row.tensor not in self.stored}
+
+    @cached_property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """Every name, aliases left out -> its kinds."""
+        found = {name: (LENS,) for name in self.rows}
+        found |= {name: (CHECKPOINT, ENGINE) if name in self.live else (CHECKPOINT,) for name in self.stored}
+        return found | {name: (ENGINE,) for name in self.live if name not in found}
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Lengths of the axes that the config gives."""
+        axes = {axis for row, _ in self.rows.values() for axis in row.axes}
+        found = {}
+        for axis in axes:
+            try:
+                found[axis] = self.catalog.size(axis)
+            except AttributeError:  # an axis that no config key gives: its length follows from the tensors
+                continue
+        return found
+
+    # One weight
+
+    def param(self, name: str) -> Param:
+        """A weight by one of `names`. Raises StartError where the checkpoint's shapes are not the config's."""
+        if name in self.rows:
+            return self._lens(name)
+        if name in self.stored:
+            stored = self.stored[name]
+            return self._param(name, ("",) * len(stored.shape), stored.shape, stored.dtype, (name,),
+                               layout.whole(stored.shape))
+        return self._live(name)
+
+    def _lens(self, name: str) -> Param:
+        row, layer = self.rows[name]
+        source, source_layer = self.rows[row.tied] if self.is_tied(row) else (row, layer)
+        tensors = self.tensors_of(source, source_layer)
+        axes = row.axes[1:] if "{e}" in source.tensor else row.axes
+        views = {self._view(tensor, source.layout).ordered(axes) for tensor in tensors}
+        dtypes = {self.stored[tensor].dtype for tensor in tensors}
+        if len(views) > 1 or len(dtypes) > 1:
+            raise _contradiction(f"{tensors[0]} and its siblings", ValueError("they differ in shape or type"))
+        (view,) = views
+        shape = (len(tensors), *view.shape) if "{e}" in source.tensor else view.shape
+        found = self._param(name, row.axes, shape, dtypes.pop(), tensors, view)
+        return replace(found, row=row, tied=source is not row)
+
+    def _view(self, tensor: str, text: str) -> View:
+        try:
+            return layout.view(text, self.stored[tensor].shape, self.sizes)
+        except ValueError as fault:
+            raise _contradiction(tensor, fault) from fault
+
+    def _live(self, name: str) -> Param:
+        parts = [self._lens(part) for part in self.live[name]]
+        sizes = {axis: size for part in parts for axis, size in zip(part.axes, part.shape, strict=True)}
+        shape = layout.sized(parts[0].row.live, self.sizes | sizes)
+        tensors = tuple(dict.fromkeys(tensor for part in parts for tensor in part.tensors))
+        return self._param(name, ("",) * len(shape), shape, parts[0].dtype, tensors, None)
+
+    def _param(self, name: str, axes: tuple[str, ...], shape: tuple[int, ...], dtype: str, tensors: tuple[str, ...],
+               view: View | None) -> Param:
+        return Param(name, self.names[name], axes, shape, dtype, tensors, view, (None,) * len(shape))
+
+    def other_names(self, param: Param) -> tuple[str, ...]:
+        """The other names of the same numbers, which may give them permuted."""
+        same = [name for name, target in self.aliases.items() if target == param.name]
+        for name, (row, layer) in self.rows.items():
+            if self.is_tied(row):
+                row, layer = self.rows[row.tied]
+            tensors = self.tensors_of(row, layer)
+            if tensors == param.tensors and (param.row is None or "+" not in row.layout or name == param.name):
+                same.append(name)
+        if param.row is not None and len(param.tensors) == 1 and "+" not in param.row.layout:
+            same += param.tensors
+        return tuple(name for name in dict.fromkeys(same) if name != param.name)
+
+
+def _contradiction(tensor: str, fault: ValueError) -> StartError:
+    return StartError(f"the checkpoint's {tensor} is not what the config says: {fault}", code="bad_checkpoint",
+                      hint="compare its config.json and weights with the original")
+
+
+# The weights of a folder
+
+
+def of_folder(folder: Path, config: dict[str, Any]) -> Weights | None:
+    """The weights of a model's folder; None where they are not safetensors. Raises StartError for a broken file."""
+    stored = checkpoint.tensors(folder)
+    return None if stored is None else Weights(stored, config, _catalog(config))
+
+
+def of_model(folder: str) -> Weights:
+    """The weights of a model's folder, for who has torch: pickled ones are listed by it."""
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    found = of_folder(Path(folder), config)
+    if found is None:
+        from vlens_cli.reader import pickled
+
+        found = of_pickled(pickled.listed(folder), config)
+    return found
+
+
+def of_pickled(tensors: Mapping[str, Sequence[Any]], config: dict[str, Any]) -> Weights:
+    """The weights of pickled files: tensor name -> (file, dtype, shape)."""
+    stored = {name: Stored(Path(file), dtype, tuple(shape), key=name) for name, (file, dtype, shape) in tensors.items()}
+    return Weights(stored, config, _catalog(config))
+
+
+def _catalog(config: dict[str, Any]) -> Catalog | None:
+    """None for an architecture that no family knows: a checkpoint has its own names without any."""
+    try:
+        return catalog_for(config)
+    except StartError as unknown:
+        if unknown.code != "unknown_family":
+            raise
+        return None
+
+
+# What is said of a weight, and how to read it
+
+
+def entry(param: Param, weights: Weights, source: str | None = None, raw: bool = False) -> dict[str, Any]:
+    """What a list or a reply says of a weight: `axes` are empty where it is as stored, `selected` holds the indices of
+    the axes that were cut, `aliases` other names of the same numbers, which may give them permuted."""
+    scale = _scale(param, weights) if source == CHECKPOINT and not raw else None
+    return {
+        "name": param.name, "kinds": list(param.kinds), "aliases": list(weights.other_names(param)),
+        "axes": list(param.axes) if any(param.axes) else [], "shape": list(param.final_shape),
+        "dtype": "float32" if scale else NAMES.get(param.dtype, param.dtype),
+        **({"source": source} if source else {}),
+        "tensors": list(param.tensors), "tied": param.tied,
+        "files": list(dict.fromkeys(weights.stored[tensor].file.name for tensor in param.tensors)),
+        **({"selected": param.selected} if param.selected else {}),
+        **({"dequantized": scale.words} if scale else {}),
+    }
+
+
+def reading(param: Param, weights: Weights, raw: bool = False) -> dict[str, Any]:
+    """Where the numbers of a weight are, for `reader.answer.mapped`. Raises UsageError where no checkpoint has them, or
+    has them quantized by a scheme that is not undone (`raw`: as they are stored)."""
+    if param.view is None:
+        raise UsageError(f"{param.name} is the engine's own, and the checkpoint has it in parts: "
+                         + ", ".join(param.tensors), hint="--from engine, or ask for the parts", code="not_in_checkpoint")
+    scale = None if raw else _scale(param, weights)
+    if param.dtype not in NAMES or param.dtype == "C64":
+        raise UsageError(f"vlens does not read numbers of this type: {param.dtype}", code="unknown_dtype")
+    pieces = [_piece(weights.stored[tensor], param.view) for tensor in param.tensors]
+    found = {"name": param.name, "dtype": param.dtype, "pieces": pieces, "stacked": param.stacked, "select": param.select}
+    if scale is not None:
+        stored = weights.stored[scale.tensor]
+        found["scale"] = {"dtype": stored.dtype, "block": scale.block, "piece": _piece(stored, layout.whole(stored.shape)),
+                          "shape": weights.stored[param.tensors[0]].shape}
+    return found
+
+
+def _scale(param: Param, weights: Weights) -> quantized.Scale | None:
+    scales = [quantized.scale_of(tensor, weights.stored, weights.config) for tensor in param.tensors]
+    if any(scales) and len(scales) > 1:
+        raise UsageError(f"{param.name} is made of quantized tensors: {param.tensors[0]} and its siblings",
+                         hint="ask for them one by one, by their checkpoint names", code="quantized")
+    return scales[0]
+
+
+def _piece(stored: Stored, view: View) -> dict[str, Any]:
+    return {"file": str(stored.file), "key": stored.key, "begin": stored.begin, "end": stored.end, "offset": view.offset,
+            "shape": view.shape, "strides": view.strides}
+
+
+def notes(found: Sequence[Param], weights: Weights) -> tuple[str, ...]:
+    """What a user must know of these weights, a line each."""
+    lines = [param.row.note for param in found if param.row is not None and param.row.note]
+    lines += [f"{param.name} is {param.row.tied if param.row else param.tensors[0]}: this model's embeddings are tied"
+              for param in found if param.tied]
+    unused = {row.tensor for row, _ in weights.rows.values() if weights.is_tied(row)} & weights.stored.keys()
+    lines += [f"the model does not use {param.name}: its embeddings are tied" for param in found if param.name in unused]
+    if any("kv_head" in param.axes for param in found):
+        dims = weights.catalog.dims
+        if dims.n_kv_heads < dims.n_heads:
+            lines.append(f"keys and values have {dims.n_kv_heads} heads, each of which serves "
+                         f"{dims.n_heads // dims.n_kv_heads} query heads; TransformerLens repeats them")
+    return tuple(dict.fromkeys(lines))
+
+
+def metadata(model: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], version: str, vllm: str | None = None
+             ) -> dict[str, Any]:
+    """What the file of `-o` says of its tensors; each value becomes a JSON text."""
+    fields = ("axes", "aliases", "dtype", "source", "tensors", "tied", "selected", "dequantized")
+    return {
+        **model, **{field: {entry["name"]: entry[field] for entry in entries if field in entry} for field in fields},
+        "vlens_version": version, "vllm_version": vllm,
+    }
+
+
+# From what was typed to weights
+
+
+def resolve(requests: Iterable[ParamRequest], weights: Weights) -> tuple[Param, ...]:
+    """The weights of all requests, in the order asked, each once. Raises UsageError and StartError."""
+    found: dict[str, Param] = {}
+    for request in requests:
+        for name in expand(request, weights):
+            one = _selected(weights.param(weights.aliases.get(name, name)), name, request, weights)
+            if found.setdefault(name, one) != one:
+                raise UsageError(f"{name} is asked for twice, with different selectors", code="param_twice",
+                                 hint="put both into one selector, such as [0,3], or run two commands")
+    return tuple(found.values())
+
+
+def expand(request: ParamRequest, weights: Weights) -> tuple[str, ...]:
+    """The names that a request means; aliases are kept, for results are keyed by the name that was asked.
+
+    Every number that is written out must exist; for `*` one hit is enough. Raises UsageError.
+    """
+    every = {**weights.names, **weights.aliases}
+    if request.pattern in every:
+        return (request.pattern,)
+    found: dict[str, None] = {}
+    for glob in _globs(request.pattern, weights.n_layers):
+        hits = [glob] if glob in every else [name for name in weights.names if "*" in glob and _matches(glob, name)]
+        if not hits:
+            raise _no_such(glob, request, weights)
+        found |= dict.fromkeys(hits)
+    return tuple(found)
+
+
+def matching(pattern: str, weights: Weights) -> list[str]:
+    """Names for a list: those that the pattern matches. Raises UsageError where none does."""
+    return list(expand(ParamRequest(pattern, pattern), weights))
+
+
+def _matches(glob: str, name: str) -> bool:
+    return re.fullmatch(".*".join(map(re.escape, glob.split("*"))), name) is not None
+
+
+_NUMBERS = re.compile(r"\{[^{}]*\}|-?\d+-\d+|-\d+")
+
+
+def _globs(pattern: str, n_layers: int) -> Iterator[str]:
+    """The pattern with its ranges of numbers written out; negative ones count from the last layer."""
+    choices = []
+    for segment in re.split(r"\.(?![^{]*\})", pattern):
+        if not _NUMBERS.fullmatch(segment):
+            choices.append([segment])
+            continue
+        ranges = read_layers(Reader(segment)) or ()
+        ends = [(low + n_layers * (low < 0), high + n_layers * (high < 0)) for low, high in ranges]
+        numbers = dict.fromkeys(str(n) for low, high in ends for n in range(low, high + 1))
+        if not numbers:
+            raise UsageError(f"these numbers run backwards: {segment}", code="hook_grammar")
+        choices.append(list(numbers))
+    return (".".join(segments) for segments in product(*choices))
+
+
+def _selected(param: Param, name: str, request: ParamRequest, weights: Weights) -> Param:
+    chosen: dict[int, tuple[int, ...]] = {}
+    for key, items in request.chosen:
+        place = key if isinstance(key, int) else _place(key, param)
+        if place >= len(param.shape) or place in chosen:
+            raise UsageError(f"{name} has {len(param.shape)} axes, and one bracket for each: {request.text}",
+                             hint=_axes_hint(param), code="bad_selector")
+        chosen[place] = indices(items, param.shape[place], param.axes[place] or "dim", name)
+    tied = param.tied or name in weights.tied_names
+    return replace(param, name=name, tied=tied, select=tuple(chosen.get(n) for n in range(len(param.shape))))
+
+
+def _place(axis: str, param: Param) -> int:
+    """`head` means kv heads too, as it does for hooks."""
+    for name in (axis, f"kv_{axis}"):
+        if name in param.axes:
+            return param.axes.index(name)
+    raise UsageError(f"{param.name} has no axis of this name: {axis}", hint=_axes_hint(param), code="bad_selector")
+
+
+def _axes_hint(param: Param) -> str:
+    if not any(param.axes):
+        return f"this tensor is as the checkpoint has it, {list(param.shape)}: [0:10] chooses along its first axis"
+    return f"its axes are {', '.join(param.axes)}"
+
+
+def _no_such(glob: str, request: ParamRequest, weights: Weights) -> UsageError:
+    """Known to the family and not in this checkpoint, or near to what is there."""
+    for name, row, layer in weights.possible():
+        tensor = row.tensor.replace("{i}", layer)
+        if glob in (name, tensor) and (packed := quantized.packed(tensor, weights.stored)):
+            return quantized.refused_as_packed(glob, packed, weights.config)
+        if name == glob:
+            return UsageError(f"this model has no {glob}: its checkpoint has no {tensor}", code="unknown_param",
+                              hint=_near_hint(glob, weights))
+    if weights.catalog is None:
+        return UsageError(f"no weight of this model is named: {request.pattern}", code="unknown_param",
+                          hint=f"vlens knows this architecture's checkpoint names only; {_near_hint(glob, weights)}")
+    layer = re.match(r"blocks\.(-?\d+)\.", glob)
+    if layer and not 0 <= int(layer[1]) < weights.n_layers:
+        return UsageError(f"there is no layer {layer[1]}: this model has layers 0 to {weights.n_layers - 1}",
+                          code="layer_out_of_range")
+    verb = "matches" if "*" in glob else "is named"
+    shown = glob if glob == request.pattern else f"{glob} (of {request.pattern})"
+    return UsageError(f"no weight of this model {verb}: {shown}", hint=_near_hint(glob, weights), code="unknown_param")
+
+
+def _near_hint(glob: str, weights: Weights) -> str:
+    near = near_names(glob, [*weights.names, *weights.aliases])
+    return f"did you mean {' or '.join(near)}? {LIST_HINT}" if near else LIST_HINT
+
+
+def near_names(typed: str, names: Sequence[str]) -> list[str]:
+    """Up to three names like the one typed, with its own numbers."""
+    from difflib import get_close_matches
+
+    numbers = re.findall(r"(?<=\.)\d+(?=\.)", typed)
+    folded = {fold(name): name for name in reversed(names)}
+    close = get_close_matches(fold(typed), folded, n=3, cutoff=0.6)
+    with_numbers = (_with_numbers(each, numbers) for each in close)
+    return list(dict.fromkeys(name if name in names else folded[each]
+                              for each, name in zip(close, with_numbers, strict=True)))
+
+
+def fold(name: str) -> str:
+    """`blocks.{i}.x` of `blocks.3.x`: every segment that is a number as {i}."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "{i}", name)
+
+
+def _with_numbers(folded: str, numbers: list[str]) -> str:
+    left = iter(numbers)
+    return re.sub(r"\{i\}", lambda _: next(left, "0"), folded)
