@@ -140,7 +140,8 @@ finite = st.floats(allow_nan=False, allow_infinity=False)
 texts = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), min_size=1, max_size=8)
 ends = st.none() | st.integers(-99, 99)
 items = st.one_of(st.integers(-99, 99).map(Index), st.builds(Slice, ends, ends))
-pos_items = items | st.builds(Text, texts, st.none() | st.integers(1, 9)) | st.sampled_from(["prompt", "generated"]).map(Part)
+parts = st.sampled_from(["prompt", "generated"]).map(Part)
+pos_items = items | st.builds(Text, texts, st.none() | st.integers(1, 9)) | parts
 positions = st.none() | st.lists(pos_items, min_size=1, max_size=3).map(tuple)
 indices = st.none() | st.lists(items, min_size=1, max_size=3).map(tuple)
 tensors = st.builds(File, texts, st.none() | texts) | st.lists(numbers, min_size=1, max_size=3).map(tuple).map(Numbers)
@@ -150,7 +151,7 @@ values = st.one_of(
     st.builds(Source, positions, indices, indices, numbers),
     st.floats(0, 1e300).map(Noise),
 )
-patterns = st.sampled_from(["hook_embed", "blocks.*.hook_resid_post", "blocks.{0,3-5}.attn.hook_*", "blocks.-1.mlp.hook_pre"])
+patterns = st.sampled_from(["hook_embed", "blocks.*.hook_resid_post", "blocks.{0,3-5}.attn.hook_*", "blocks.-1.hook_z"])
 
 
 @given(patterns, positions, indices, indices, st.sampled_from(interventions.OPS), values)

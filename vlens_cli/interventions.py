@@ -342,19 +342,18 @@ def targets(intervention: Intervention, catalog: Any) -> tuple[Selected, ...]:
     """
     found = hooks.resolve([intervention.hook], catalog)
     for selected in found:
-        if reason := refusal(catalog, selected.name):
-            raise HookError(f"{selected.name} cannot be edited: {reason}", code="not_editable",
-                            hint="`vlens hooks` says which points can")
+        check_editable(catalog, selected.name)
     return found
 
 
-def refusal(catalog: Any, name: str) -> str | None:
-    """Why a hook point cannot be edited; None where it can."""
+def check_editable(catalog: Any, name: str) -> None:
+    """Raises HookError, with the reason, for a hook point that cannot be edited."""
     if catalog.editable(name):
-        return None
-    if catalog.derived(name):
-        return "it is formed beside the forward, and nothing that follows reads it"
-    return "no write to it is proved when an engine starts; the points before and after it can be edited"
+        return
+    reason = ("it is formed beside the forward, and nothing that follows reads it" if catalog.derived(name) else
+              "no write to it is proved when an engine starts; the points before and after it can be edited")
+    raise HookError(f"{name} cannot be edited: {reason}", code="not_editable",
+                    hint="such as hook_resid_post, hook_attn_out, hook_mlp_out, attn.hook_z, mlp.hook_post")
 
 
 def check(interventions: Iterable[Intervention], catalog: Any, *, allow_nan: bool, has_source: bool) -> None:

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 SCHEMA_VERSION = 1
+METRICS = ("logit_diff", "prob", "recovery")
+SWEEP_AXES = ("layer", "pos", "head")
 # The progress line after which a query fails, and no longer the start of its engine.
 RUNNING = "running"
 
@@ -120,6 +122,52 @@ class CaptureQuery:
     def from_json(cls, fields: dict[str, Any]) -> CaptureQuery:
         return cls(**{**fields, "prompts": tuple(map(_prompt, fields["prompts"])), "hooks": _texts(fields["hooks"]),
                       "interventions": Interventions.from_json(fields["interventions"])})
+
+
+@dataclass(frozen=True)
+class PatchQuery:
+    """`vlens patch`: each prompt as it is and with `interventions`, or, of one prompt, a sweep.
+
+    targets         tokens whose logits are compared; `target_prefix` takes the first piece of one that has several
+    metric          logit_diff, prob or recovery (driver/effect.py); None: by the number of targets
+    top             likeliest tokens shown of each run
+    max_new_tokens  tokens that each run generates, greedily
+    sweep           one or two of layer, pos, head: a cell for each, in which `hooks` take the source's value;
+                    `interventions` are then part of the base run and of every cell
+    """
+
+    verb: ClassVar[str] = "patch"
+
+    prompts: tuple[Prompt, ...]
+    interventions: Interventions = Interventions()
+    targets: tuple[str, ...] = ()
+    target_prefix: bool = False
+    metric: str | None = None
+    top: int = 10
+    max_new_tokens: int = 1
+    sweep: tuple[str, ...] = ()
+    hooks: tuple[str, ...] = ()
+    bos: bool | None = None
+    one_chunk: bool = False
+
+    def summary(self) -> str:
+        """What this asks, in a few words, for who waits behind it."""
+        if self.sweep:
+            return f"a sweep over {' and '.join(self.sweep)}"
+        return f"{len(self.interventions.expressions)} interventions in {len(self.prompts)} prompts"
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> PatchQuery:
+        if any(type(fields[name]) is not int or fields[name] < 1 for name in ("top", "max_new_tokens")):
+            raise TypeError("top and max_new_tokens are counts")
+        if fields["metric"] not in (None, *METRICS) or not set(fields["sweep"]) <= set(SWEEP_AXES):
+            raise TypeError("no such metric or axis")
+        return cls(**{**fields, "prompts": tuple(map(_prompt, fields["prompts"])),
+                      "interventions": Interventions.from_json(fields["interventions"]),
+                      **{name: _texts(fields[name]) for name in ("targets", "sweep", "hooks")}})
 
 
 def _prompt(fields: dict[str, Any]) -> Prompt:
@@ -237,7 +285,7 @@ class StartQuery:
 
 
 QUERIES: dict[str, type[Query]] = {
-    query.verb: query for query in (CaptureQuery, LogitsQuery, ParamQuery, StartQuery)
+    query.verb: query for query in (CaptureQuery, PatchQuery, LogitsQuery, ParamQuery, StartQuery)
 }
 
 

@@ -326,13 +326,15 @@ def test_token_counts_that_differ_show_both_rows(plan, folder):
     with pytest.raises(UsageError) as caught:
         plan(f"{MLP} = @source", prompts=(Prompt(text="The Eiffel"),), sources=[Prompt(text="The Eiffel Tower")])
     first, prompt, source = caught.value.message.split("\n")
-    assert prompt.startswith('  prompt: "') and source.startswith('  source: "') and "@source[pos=4]" in caught.value.hint
+    assert prompt.startswith('  prompt: "') and source.startswith('  source: "')
+    assert "@source[pos=4]" in caught.value.hint
 
 
 def test_generated_rows_have_no_source(plan):
     with pytest.raises(UsageError, match="the source run has positions 0 to 4, and .* selects 6"):
         plan(f"{MLP}[pos=5,6] = @source", sources=[ids(1, 2, 3, 4, 5)], new=3)
-    assert any("no generated tokens" in note for note in plan(f"{MLP} = @source", sources=[ids(1, 2, 3, 4, 5)], new=3).notes)
+    notes = plan(f"{MLP} = @source", sources=[ids(1, 2, 3, 4, 5)], new=3).notes
+    assert any("no generated tokens" in note for note in notes)
 
 
 # Contradictions

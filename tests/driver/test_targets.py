@@ -16,8 +16,10 @@ def tokens(tiny) -> Tokens:
 
 def whole(tokens: Tokens) -> str:
     """A text that this tokenizer has as one token."""
-    ids = tokens.tokenizer("The Eiffel Tower is located in the city of Paris.", add_special_tokens=False)["input_ids"]
-    return next(text for text in map(tokens.text_of, ids) if len(tokens.tokenizer(text, add_special_tokens=False)["input_ids"]) == 1)
+    def ids(text: str) -> list[int]:
+        return tokens.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    return next(t for t in map(tokens.text_of, ids("The Eiffel Tower is located in the city")) if len(ids(t)) == 1)
 
 
 def test_one_token(tokens):

@@ -115,20 +115,20 @@ def discard_stdout() -> None:
 # Files
 
 
-def check_target(name: str) -> Path:
-    """The file that `-o` names, its links followed; raises PathError where it could not be written."""
+def check_target(name: str, suffix: str = ".safetensors", option: str = "-o") -> Path:
+    """The file that an option names, its links followed; raises PathError where it could not be written."""
     import tempfile
 
     path = Path(os.path.realpath(name))
-    if path.suffix != ".safetensors":
-        raise PathError(f"-o writes safetensors, and this name does not end in .safetensors: {name}",
-                        hint=f"-o {Path(name).stem or 'out'}.safetensors")  # fmt: skip
+    if path.suffix != suffix:
+        raise PathError(f"{option} writes {suffix[1:]}, and this name does not end in {suffix}: {name}",
+                        hint=f"{option} {Path(name).stem or 'out'}{suffix}")  # fmt: skip
     if not path.parent.is_dir():
         raise PathError(f"there is no such folder: {path.parent}", hint=f"mkdir -p '{path.parent}'")
     if path.is_dir():
-        raise PathError(f"-o names a folder: {name}", hint=f"-o {name.rstrip('/')}/out.safetensors")
+        raise PathError(f"{option} names a folder: {name}", hint=f"{option} {name.rstrip('/')}/out{suffix}")
     if path.exists() and not path.is_file():
-        raise PathError(f"-o names something that is not a file: {name}")
+        raise PathError(f"{option} names something that is not a file: {name}")
     try:
         # The permission bits do not tell of read-only mounts, or of root; making a file does.
         with tempfile.TemporaryFile(dir=path.parent):

@@ -171,7 +171,7 @@ def pieces_of(prompt: dict[str, Any]) -> dict[int, str]:
 def heading(prompt: dict[str, Any], place: int, n_prompts: int) -> str:
     which = f"prompt {place}: " if n_prompts > 1 else ""
     text = "token ids" if prompt["text"] is None else quoted(prompt["text"])
-    chunks = f", in {prompt['chunks']} chunks" if prompt["chunks"] > 1 else ""
+    chunks = f", in {prompt['chunks']} chunks" if prompt.get("chunks", 1) > 1 else ""
     n_tokens = len(prompt["tokens"])
     return f"{which}{text}, {n_tokens} token{'s' * (n_tokens != 1)}{chunks}"
 

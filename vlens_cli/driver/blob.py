@@ -23,7 +23,8 @@ from vlens_cli.errors import BugError
 from vlens_cli.families import Catalog
 from vlens_cli.query import EngineSpec, Saved
 
-DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32"}
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+          torch.int64: "I64", torch.int32: "I32"}
 
 
 def write_capture(

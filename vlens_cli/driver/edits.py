@@ -6,7 +6,7 @@ Everything that can be refused is refused before the first forward. No torch her
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -92,9 +92,10 @@ class Plan:
         self._planned = [self._without_source(asked, places, f) for places, f in zip(self._places, fed, strict=True)]
         self._notes += _contradictions(self.steps, self._places)
 
-    def source_requests(self, capture: dict[str, Want] | None = None) -> list[Request]:
-        """A request for each source, with all that any prompt takes of it and `capture`; none where that is nothing."""
-        wants = [self._wanted(n) | (capture or {}) for n in range(len(self.sources))]
+    def source_requests(self, also: Callable[[Fed], dict[str, Want]] = lambda source: {}) -> list[Request]:
+        """A request for each source, with the rows that any prompt takes of it, and of `also`; none where both are
+        nothing. Whole rows come back at every position that is in either."""
+        wants = [union(self._wanted(n), also(source)) for n, source in enumerate(self.sources)]
         if not any(wants):
             return []
         self._session.check_memory(_size(self._session, self.sources, wants))
@@ -189,6 +190,12 @@ class Plan:
         for what, wanted, found in zip(("heads", "dims")[-len(row) :], step.row, row, strict=True):
             _same_count(step, what, wanted, found)
         return heads, dims
+
+
+def union(one: dict[str, Want], other: dict[str, Want]) -> dict[str, Want]:
+    """Whole rows at every position that either wants; both name them."""
+    shared = {name: Want(tuple(sorted({*one[name].positions, *other[name].positions}))) for name in one.keys() & other}
+    return one | other | shared
 
 
 def positions_in(session: Session, items: Items, fed: Fed, n_tokens: int) -> tuple[int, ...]:

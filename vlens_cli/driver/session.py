@@ -62,8 +62,9 @@ class Session:
     @staticmethod
     def is_small(query: Any) -> bool:
         """Whether a query may run between two pieces of a large one: about a second's work."""
-        prompts = getattr(query, "prompts", ())
-        return sum(len(p.text or p.tokens or ()) for p in prompts) <= SMALL
+        prompts, more = getattr(query, "prompts", ()), getattr(query, "max_new_tokens", 1)
+        size = sum(len(p.text or p.tokens or ()) + more for p in prompts)
+        return size <= SMALL and not getattr(query, "sweep", ())
 
     def answer(self, query: Query, progress: Progress, into: BinaryIO | None = None) -> Reply:
         """Answer any query, its tensors into the open file `into`. Raises UsageError before any engine starts,

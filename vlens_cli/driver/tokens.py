@@ -68,6 +68,10 @@ class Tokens:
             text = self._texts[token] = self.tokenizer.decode([token], **_EXACT)
         return text
 
+    def decode(self, ids: Sequence[int]) -> str | None:
+        """The text of several ids; None without a tokenizer."""
+        return self._decode(ids) if self._has_files else None
+
     def spans(self, fed: Fed, text: str) -> list[tuple[int, int]]:
         """Token ranges [start, stop) that cover each occurrence of `text` in the fed tokens, in order."""
         whole, starts, ends = self._places(fed.ids)
