@@ -353,7 +353,7 @@ def check_editable(catalog: Any, name: str) -> None:
     reason = ("it is formed beside the forward, and nothing that follows reads it" if catalog.derived(name) else
               "no write to it is proved when an engine starts; the points before and after it can be edited")
     raise HookError(f"{name} cannot be edited: {reason}", code="not_editable",
-                    hint="such as hook_resid_post, hook_attn_out, hook_mlp_out, attn.hook_z, mlp.hook_post")
+                    hint="`vlens hooks` says which points can")
 
 
 def check(interventions: Iterable[Intervention], catalog: Any, *, allow_nan: bool, has_source: bool) -> None:

@@ -25,6 +25,7 @@ def test_the_whole_catalog(shell):
     assert keys["aliases"] == ["blocks.3.attn.k.hook_out"]
     assert entries["ln_final.hook_scale"]["shape"] == [None, 1] and entries["ln_final.hook_scale"]["derived"]
     assert not entries["blocks.0.attn.hook_z"]["derived"] and entries["hook_embed"]["definition"]
+    assert entries["blocks.0.attn.hook_z"]["editable"] and not entries["blocks.0.ln1.hook_scale"]["editable"]
     refused = {entry["name"]: entry["reason"] for entry in body["refused"]}
     assert "never forms attention patterns" in refused["blocks.{i}.attn.hook_pattern"]
 

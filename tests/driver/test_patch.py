@@ -158,6 +158,15 @@ def test_interventions_are_part_of_the_base_and_of_every_cell(session, tiny, tmp
     assert body["sweep"]["grid"] == [None] * 4
 
 
+def test_every_forward_that_an_edit_was_applied_in_is_counted(session, tiny):
+    expressions = ["hook_embed += noise(0.1)", "hook_embed[pos=0] += 1", "blocks.*.hook_mlp_out[pos=generated] *= 0.5",
+                   "blocks.2.hook_resid_post[pos=5:9] = @source[pos=0:4]"]  # fmt: skip
+    base, source = Prompt(tokens=tuple(PROMPT)), Prompt(tokens=tuple(SOURCE[:5]))
+    (prompt,) = ask(session(tiny("llama")), base, expressions, source, max_new_tokens=20)["prompts"]
+    assert [edit["fired"] for edit in prompt["edits"]] == [20, 1, 19, 19, 19, 19, 3]
+    assert len(prompt["patched"]["new_tokens"]) == 20 and prompt["patched"]["text"] is None
+
+
 def test_kl_and_probabilities_are_those_of_the_logits(session, tiny):
     body = ask(session(tiny("llama")), Prompt(tokens=tuple(PROMPT)), ["blocks.1.hook_mlp_out = 0"], top=512,
                targets=("#7",))  # fmt: skip

@@ -78,6 +78,7 @@ def _entry(name: str, catalog: Catalog) -> dict[str, Any]:
         "axes": list(axes),
         "shape": [None if axis == "pos" else catalog.size(axis) for axis in axes],
         "derived": catalog.derived(name),
+        "editable": catalog.editable(name),
         "aliases": list(catalog.aliases(name)),
         "definition": catalog.definition(name),
     }
@@ -99,6 +100,7 @@ def _row(name: str, group: list[dict[str, Any]], by_layer: bool, with_aliases: b
         _layers(entry["name"] for entry in group),
         _shape(first),
         "vlens" if first["derived"] else "the engine",
+        "yes" if first["editable"] else "",
         first["definition"],
     ]
     return cells + ["\n".join(aliases)] * with_aliases

@@ -102,8 +102,10 @@ def svg(body: dict[str, Any]) -> str:
     sweep = body["sweep"]
     grid = grid_of(sweep)
     left = 10 + LETTER * max((len(label) for label in grid.rows), default=0)
-    top = 44 + LETTER * 0.75 * max((len(label) for label in grid.columns), default=0)
-    width = max(left + CELL_WIDTH * len(grid.columns) + 60, LETTER * len(title(sweep)) + 20)
+    # The labels of the columns stand at 45 degrees.
+    tilted = LETTER * 0.75 * max((len(label) for label in grid.columns), default=0)
+    top = 44 + tilted
+    width = max(left + CELL_WIDTH * len(grid.columns) + tilted, LETTER * len(title(sweep)) + 20)
     height = top + CELL_HEIGHT * len(grid.rows) + 10
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '

@@ -228,7 +228,8 @@ def hooks(body: dict[str, Any], rows: Iterable[Sequence[str]], with_aliases: boo
     """The catalog of a model; `rows` are its hook points, folded over layers or not."""
     model = body["model"]
     layers = f"layers 0 to {model['n_layers'] - 1}"
-    columns = [("name", "left"), ("layers", "left"), ("shape", "left"), ("formed by", "left"), ("meaning", "fold")]
+    columns = [("name", "left"), ("layers", "left"), ("shape", "left"), ("formed by", "left"), ("editable", "left"),
+               ("meaning", "fold")]
     parts = [
         line(visible(f"{model['name']} ({model['family']}, {layers})"), "bold"),
         line(),

@@ -98,7 +98,7 @@ class Plan:
         wants = [union(self._wanted(n), also(source)) for n, source in enumerate(self.sources)]
         if not any(wants):
             return []
-        self._session.check_memory(_size(self._session, self.sources, wants))
+        check_memory(self._session, self.sources, wants)
         return [Request(source.ids, want) for source, want in zip(self.sources, wants, strict=True)]
 
     def edited(self, results: Sequence[Result]) -> Edited:
@@ -245,10 +245,11 @@ def _same_count(step: Step, what: str, wanted: int, found: int) -> None:
                          code="count_mismatch")
 
 
-def _size(session: Session, fed: Sequence[Fed], wants: Sequence[dict[str, Want]]) -> int:
+def check_memory(session: Session, fed: Sequence[Fed], wants: Sequence[dict[str, Want]]) -> None:
+    """Refuse what would not fit into memory, before the forward that fills it."""
     from vlens_cli.driver.capture import size  # which imports this module
 
-    return size(session, fed, wants)
+    session.check_memory(size(session, fed, wants))
 
 
 def _contradictions(steps: Sequence[Step], places: Sequence[Sequence[Place]]) -> list[str]:

@@ -9,7 +9,7 @@ from vlens_cli import __version__
 from vlens_cli.driver import boot, targets
 from vlens_cli.driver.base import LOGITS, Request, Result, Want
 from vlens_cli.driver.capture import token_rows
-from vlens_cli.driver.edits import Plan
+from vlens_cli.driver.edits import Plan, check_memory
 from vlens_cli.driver.targets import Target
 from vlens_cli.driver.tokens import Fed
 from vlens_cli.errors import UsageError
@@ -55,6 +55,7 @@ def _compare(session: Session, query: PatchQuery, fed: Sequence[Fed], asked: Seq
     from vlens_cli.driver import effect
 
     metric = effect.metric(query.metric, asked, bool(plan.sources)) if query.metric else None
+    check_memory(session, [*fed, *fed], [last(f) for f in (*fed, *fed)])
     wanted = plan.source_requests(also=last)
     sources, seconds = session.run(wanted, progress) if wanted else ([], 0.0)
     edited = plan.edited(sources)
