@@ -25,7 +25,7 @@ import sys
 import traceback
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,45 +36,120 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
-from torch.nn.functional import linear, silu  # noqa: E402
+from torch.nn.functional import gelu, linear, relu, silu  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2}
-ACTIVATIONS = {"silu": silu}
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Hendrycks and Gimpel 2016, the approximation with tanh."""
+    return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+ACTIVATIONS = {
+    "silu": silu, "relu": relu, "gelu": gelu, "gelu_new": gelu_tanh, "gelu_pytorch_tanh": gelu_tanh, "gelu_bloom": gelu_tanh,
+}
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Where a family's modules lie. `q`, `k`, `v` are either three linear layers or the parts of one
-    (`qkv`, in that order); so `gate`, `up` and `gate_up`."""
+    """Where a family's modules lie, and what cannot be seen there.
+
+    `q`, `k`, `v` are either three linear layers or the parts of one (`qkv`, in that order, or head by head where
+    `by_head`); so `gate`, `up` and `gate_up`. An MLP without `up` has one projection before its activation.
+    """
 
     layers: str = "model.layers"
     embed: str = "model.embed_tokens"
+    pos_embed: str | None = None
+    pos_offset: int = 0
+    embed_norm: str | None = None
     final_norm: str = "model.norm"
     unembed: str = "lm_head"
-    ln1: str = "input_layernorm"
-    ln2: str = "post_attention_layernorm"
+    norm: str = "rms"  # or rms_plus_one, where the weight is 1 + w, or layer
+    parallel: bool = False  # attention and MLP read one stream, and there is none between them
+    ln1: str | None = "input_layernorm"
+    ln1_post: str | None = None
+    ln2: str | None = "post_attention_layernorm"
+    ln2_post: str | None = None
     attention: str = "self_attn"
+    attn_output: str | None = None  # where it is not the attention's
     q: str = "self_attn.q_proj"
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
     qkv: str | None = None
+    by_head: bool = False
+    rotation: str | None = "halves"  # which pairs turn: (j, j + half), or (2j, 2j + 1) for "pairs"
     q_norm: str | None = None
     k_norm: str | None = None
+    head_first: bool = False  # the norms of q and k see [head, pos, d_head]
+    sinks: str | None = None
+    alibi: bool = False
     o: str = "self_attn.o_proj"
-    mlp: str = "mlp"
+    mlp_output: str = "mlp"
     gate: str = "mlp.gate_proj"
-    up: str = "mlp.up_proj"
+    up: str | None = "mlp.up_proj"
     gate_up: str | None = None
     down: str = "mlp.down_proj"
+    router: str | None = None
+    experts: str = "mlp.experts"
+    activation: str | None = None  # where no key of the config names it
+    transposed: bool = False  # linear layers keep [in, out]
 
 
+GEMMA2 = Tree(
+    norm="rms_plus_one", ln1_post="post_attention_layernorm", ln2="pre_feedforward_layernorm",
+    ln2_post="post_feedforward_layernorm",
+)
 TREES = {
     "llama": Tree(),
     "mistral": Tree(),
     "qwen2": Tree(),
     "qwen3": Tree(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
     "phi3": Tree(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
+    "gemma": Tree(norm="rms_plus_one"),
+    "gemma2": GEMMA2,
+    "gemma3_text": replace(GEMMA2, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm", head_first=True),
+    "mixtral": Tree(router="mlp.gate"),
+    "qwen3_moe": Tree(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm", router="mlp.gate"),
+    "gpt2": Tree(
+        layers="transformer.h", embed="transformer.wte", pos_embed="transformer.wpe", final_norm="transformer.ln_f",
+        norm="layer", ln1="ln_1", ln2="ln_2", attention="attn", qkv="attn.c_attn", rotation=None, o="attn.c_proj",
+        gate="mlp.c_fc", up=None, down="mlp.c_proj", transposed=True,
+    ),
+    "opt": Tree(
+        layers="model.decoder.layers", embed="model.decoder.embed_tokens", pos_embed="model.decoder.embed_positions",
+        pos_offset=2, final_norm="model.decoder.final_layer_norm", norm="layer", ln1="self_attn_layer_norm",
+        ln2="final_layer_norm", rotation=None, o="self_attn.out_proj", mlp_output="fc2", gate="fc1", up=None, down="fc2",
+    ),
+    "gpt_neox": Tree(
+        layers="gpt_neox.layers", embed="gpt_neox.embed_in", final_norm="gpt_neox.final_layer_norm",
+        norm="layer", parallel=True, attention="attention", qkv="attention.query_key_value", by_head=True,
+        o="attention.dense", gate="mlp.dense_h_to_4h", up=None, down="mlp.dense_4h_to_h",
+    ),
+    "olmo2": Tree(
+        ln1=None, ln1_post="post_attention_layernorm", ln2=None, ln2_post="post_feedforward_layernorm",
+        q_norm="self_attn.q_norm", k_norm="self_attn.k_norm",
+    ),
+    "starcoder2": Tree(norm="layer", gate="mlp.c_fc", up=None, down="mlp.c_proj"),
+    "stablelm": Tree(norm="layer"),
+    "cohere": Tree(norm="layer", parallel=True, ln2=None, rotation="pairs"),
+    "granite": Tree(),
+    "glm4": Tree(
+        ln1_post="post_self_attn_layernorm", ln2_post="post_mlp_layernorm", gate_up="mlp.gate_up_proj", rotation="pairs",
+    ),
+    "bloom": Tree(
+        layers="transformer.h", embed="transformer.word_embeddings", embed_norm="transformer.word_embeddings_layernorm",
+        final_norm="transformer.ln_f", norm="layer", attention="self_attention", attn_output="self_attention.dense",
+        qkv="self_attention.query_key_value", by_head=True, rotation=None, alibi=True, o="self_attention.dense",
+        mlp_output="mlp.dense_4h_to_h", gate="mlp.dense_h_to_4h", up=None, down="mlp.dense_4h_to_h", activation="gelu_bloom",
+    ),
+    "falcon": Tree(
+        layers="transformer.h", embed="transformer.word_embeddings", final_norm="transformer.ln_f", norm="layer",
+        parallel=True, ln2=None, attention="self_attention", qkv="self_attention.query_key_value",
+        o="self_attention.dense", gate="mlp.dense_h_to_4h", up=None, down="mlp.dense_4h_to_h",
+    ),
 }
 
 Captures = dict[str, Tensor]
@@ -93,12 +168,16 @@ class Widths:
     @classmethod
     def of(cls, config: Any) -> Widths:
         heads = config.num_attention_heads
+        one_kv_head = config.model_type == "falcon" and config.multi_query and not config.new_decoder_architecture
+        keys = ("ffn_dim", "n_inner", "ffn_hidden_size", "intermediate_size")
+        widths = [getattr(config, key) for key in keys if getattr(config, key, None)]
+        four = config.model_type in ("bloom", "gpt2")  # what a config of these calls intermediate_size means nothing
         return cls(
             layers=config.num_hidden_layers,
             heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            kv_heads=1 if one_kv_head else getattr(config, "num_key_value_heads", None) or heads,
             d_head=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            d_mlp=config.intermediate_size,
+            d_mlp=4 * config.hidden_size if four else widths[0],
         )
 
     @property
@@ -118,12 +197,13 @@ class Probe:
         self.captures: Captures = {}
         self.layer: int | None = None  # whose attention is running, for the rotation
         self.modelling = sys.modules[type(model).__module__]
-        self._rotate = self.modelling.apply_rotary_pos_emb
+        self.tokens: list[int] = []
+        self._rotate = getattr(self.modelling, "apply_rotary_pos_emb", None)
         self._hook_all()
 
     def run(self, tokens: list[int]) -> Captures:
         """Every hook point of one prompt, run alone."""
-        self.captures = {}
+        self.captures, self.tokens = {}, tokens
         with torch.no_grad():
             logits = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits
         self._keep("unembed.hook_out", logits)
@@ -131,7 +211,8 @@ class Probe:
         return self.captures
 
     def close(self) -> None:
-        self.modelling.apply_rotary_pos_emb = self._rotate
+        if self.tree.rotation:
+            self.modelling.apply_rotary_pos_emb = self._rotate
         self.modelling.torch = torch  # a float64 run's stand-in
 
     def block(self, i: int) -> nn.Module:
@@ -141,10 +222,12 @@ class Probe:
 
     def _keep(self, name: str, value: Tensor, heads: int | None = None) -> None:
         """Keep a copy, without the batch axis; `heads` splits the last axis into [head, d_head]."""
-        assert value.shape[0] == 1, f"{name} has a batch axis of {value.shape[0]}"
         assert name not in self.captures, f"{name} fired twice"
-        value = value[0].clone()
-        self.captures[name] = value if heads is None else value.unflatten(-1, (heads, -1))
+        if value.ndim > 2:  # some modules see [pos, width]
+            assert value.shape[0] == 1, f"{name} has a batch axis of {value.shape[0]}"
+            value = value[0]
+        assert len(value) == len(self.tokens), f"{name} has {len(value)} rows"
+        self.captures[name] = value.clone() if heads is None else value.clone().unflatten(-1, (heads, -1))
 
     def _on_input(self, module: nn.Module, name: str, heads: int | None = None) -> None:
         def hook(_: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -152,66 +235,117 @@ class Probe:
 
         module.register_forward_pre_hook(hook, with_kwargs=True)
 
-    def _on_output(self, module: nn.Module, name: str, heads: int | None = None) -> None:
+    def _on_output(self, module: nn.Module, name: str, heads: int | None = None, factor: float = 1.0,
+                   head_first: bool = False) -> None:
         def hook(_: nn.Module, __: tuple, output: Any) -> None:
-            self._keep(name, output[0] if isinstance(output, tuple) else output, heads)
+            value = output[0] if isinstance(output, tuple) else output
+            value = value.transpose(1, 2) if head_first else value
+            self._keep(name, value if factor == 1 else value * factor, heads)
 
         module.register_forward_hook(hook)
 
-    def _on_parts(self, module: nn.Module, parts: list[tuple[str, int, int | None]]) -> None:
-        """A fused linear layer: (name, width, heads) a part, in order along the output."""
+    def _on_parts(self, module: nn.Module, split: Any, parts: list[tuple[str, int | None]]) -> None:
+        """A fused linear layer: `split` gives the pieces of its output, (name, heads) says what each is."""
 
         def hook(_: nn.Module, __: tuple, output: Tensor) -> None:
-            pieces = output.split([width for _, width, _ in parts], dim=-1)
-            for (name, _, heads), piece in zip(parts, pieces, strict=True):
+            for (name, heads), piece in zip(parts, split(output, -1), strict=True):
                 self._keep(name, piece, heads)
 
         module.register_forward_hook(hook)
 
+    def split_qkv(self, t: Tensor, dim: int) -> list[Tensor]:
+        """q, k and v of what a fused projection gives, or of its weight or bias, along `dim`."""
+        if not self.tree.by_head:
+            return list(t.split(self.widths.qkv_parts, dim=dim))
+        dim %= t.ndim
+        return [part.flatten(dim, dim + 1) for part in t.unflatten(dim, (self.widths.heads, 3, -1)).unbind(dim + 1)]
+
+    def split_mlp(self, t: Tensor, dim: int) -> list[Tensor]:
+        return list(t.split(self.widths.d_mlp, dim=dim))
+
     def _hook_all(self) -> None:
-        self._on_output(self.model.get_submodule(self.tree.embed), "hook_embed")
+        tree = self.tree
+        self._on_output(self.model.get_submodule(tree.embed), "hook_embed", factor=embedding_multiplier(self.config))
+        if tree.pos_embed:
+            self._on_output(self.model.get_submodule(tree.pos_embed), "hook_pos_embed")
+        if tree.embed_norm:
+            self._on_output(self.model.get_submodule(tree.embed_norm), "embed_ln.hook_out")
         for i in range(self.widths.layers):
             self._hook_block(i)
-        self._on_output(self.model.get_submodule(self.tree.final_norm), "ln_final.hook_out")
-        self._hook_rotation()
+        self._on_output(self.model.get_submodule(tree.final_norm), "ln_final.hook_out")
+        if tree.rotation:
+            self._hook_rotation()
 
     def _hook_block(self, i: int) -> None:
-        tree, widths, block, at = self.tree, self.widths, self.block(i), f"blocks.{i}"
+        tree, block, at = self.tree, self.block(i), f"blocks.{i}"
         self._on_input(block, f"{at}.hook_resid_pre")
-        self._on_output(block.get_submodule(tree.ln1), f"{at}.ln1.hook_out")
-        heads = {"q": widths.heads, "k": widths.kv_heads, "v": widths.kv_heads}
-        if tree.qkv:
-            parts = [(f"{at}.attn.hook_{c}", width, heads[c]) for c, width in zip("qkv", widths.qkv_parts)]
-            self._on_parts(block.get_submodule(tree.qkv), parts)
-        else:
-            for c in "qkv":
-                self._on_output(block.get_submodule(getattr(tree, c)), f"{at}.attn.hook_{c}", heads[c])
-        if tree.q_norm and tree.k_norm:
-            self._on_output(block.get_submodule(tree.q_norm), f"{at}.attn.hook_q_normed")
-            self._on_output(block.get_submodule(tree.k_norm), f"{at}.attn.hook_k_normed")
-        self._on_input(block.get_submodule(tree.o), f"{at}.attn.hook_z", widths.heads)
-        self._on_output(block.get_submodule(tree.attention), f"{at}.hook_attn_out")
-        self._on_input(block.get_submodule(tree.ln2), f"{at}.hook_resid_mid")
-        self._on_output(block.get_submodule(tree.ln2), f"{at}.ln2.hook_out")
-        pre, pre_linear = f"{at}.mlp.hook_pre", f"{at}.mlp.hook_pre_linear"
-        if tree.gate_up:
-            parts = [(pre, widths.d_mlp, None), (pre_linear, widths.d_mlp, None)]
-            self._on_parts(block.get_submodule(tree.gate_up), parts)
-        else:
-            self._on_output(block.get_submodule(tree.gate), pre)
-            self._on_output(block.get_submodule(tree.up), pre_linear)
-        self._on_input(block.get_submodule(tree.down), f"{at}.mlp.hook_post")
-        self._on_output(block.get_submodule(tree.mlp), f"{at}.hook_mlp_out")
+        for name, path in (("ln1", tree.ln1), ("ln2", tree.ln2)):
+            if path:
+                self._on_output(block.get_submodule(path), f"{at}.{name}.hook_out")
+        self._hook_attention(i)
+        if not tree.parallel:
+            self._on_input(block.get_submodule(tree.ln2 or tree.mlp_output), f"{at}.hook_resid_mid")
+        self._hook_mlp(i)
+        self._hook_added(i, "attn", tree.attn_output or tree.attention, tree.ln1_post)
+        self._hook_added(i, "mlp", tree.mlp_output, tree.ln2_post)
         self._on_output(block, f"{at}.hook_resid_post")
 
+    def _hook_attention(self, i: int) -> None:
+        tree, widths, block, at = self.tree, self.widths, self.block(i), f"blocks.{i}.attn"
+        heads = {"q": widths.heads, "k": widths.kv_heads, "v": widths.kv_heads}
+        if tree.qkv:
+            parts = [(f"{at}.hook_{c}", heads[c]) for c in "qkv"]
+            self._on_parts(block.get_submodule(tree.qkv), self.split_qkv, parts)
+        else:
+            for c in "qkv":
+                self._on_output(block.get_submodule(getattr(tree, c)), f"{at}.hook_{c}", heads[c])
+        for c, path in (("q", tree.q_norm), ("k", tree.k_norm)):
+            if path:
+                norm = block.get_submodule(path)
+                all_heads = norm.weight.shape == (heads[c] * widths.d_head,)
+                self._on_output(norm, f"{at}.hook_{c}_normed", heads[c] if all_heads else None, head_first=tree.head_first)
+        self._on_input(block.get_submodule(tree.o), f"{at}.hook_z", widths.heads)
+
+    def _hook_mlp(self, i: int) -> None:
+        tree, block, at = self.tree, self.block(i), f"blocks.{i}.mlp"
+        if self.has_experts(i):
+            def keep(_: nn.Module, __: tuple, output: tuple) -> None:
+                for name, value in zip(("router_logits", "expert_weights", "expert_indices"), output, strict=True):
+                    self._keep(f"{at}.hook_{name}", value)
+
+            block.get_submodule(tree.router).register_forward_hook(keep)
+            return
+        if tree.gate_up:
+            parts = [(f"{at}.hook_pre", None), (f"{at}.hook_pre_linear", None)]
+            self._on_parts(block.get_submodule(tree.gate_up), self.split_mlp, parts)
+        else:
+            self._on_output(block.get_submodule(tree.gate), f"{at}.hook_pre")
+            if tree.up:
+                self._on_output(block.get_submodule(tree.up), f"{at}.hook_pre_linear")
+        self._on_input(block.get_submodule(tree.down), f"{at}.hook_post")
+
+    def has_experts(self, i: int) -> bool:
+        """Whether a layer's MLP is a mixture of experts: some families mix the two."""
+        return self.tree.router is not None and i not in (getattr(self.config, "mlp_only_layers", None) or ())
+
+    def _hook_added(self, i: int, sublayer: str, output: str, post: str | None) -> None:
+        """What a sublayer gives, and what is added to the stream, where a norm or a multiplier comes between."""
+        block, at, factor = self.block(i), f"blocks.{i}", getattr(self.config, "residual_multiplier", 1.0)
+        if post or factor != 1:
+            self._on_output(block.get_submodule(output), f"{at}.{sublayer}.hook_out")
+        self._on_output(block.get_submodule(post or output), f"{at}.hook_{sublayer}_out", factor=factor)
+
     def _hook_rotation(self) -> None:
-        """Rotation is a function of the modelling module, called once in each attention on [1, head, pos, d_head]."""
+        """Rotation is a function of the modelling module, called once in each attention on [1, head, pos, d_head], or on
+        the first of d_head where the rest does not turn."""
 
         def rotate_and_keep(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             q, k = self._rotate(q, k, *args, **kwargs)
             assert self.layer is not None, "rotation outside an attention"
-            self._keep(f"blocks.{self.layer}.attn.hook_rot_q", q.transpose(1, 2))
-            self._keep(f"blocks.{self.layer}.attn.hook_rot_k", k.transpose(1, 2))
+            at = f"blocks.{self.layer}.attn"
+            for c, turned in (("q", q), ("k", k)):
+                still = self.captures[f"{at}.hook_{c}"][..., turned.shape[-1] :]
+                self._keep(f"{at}.hook_rot_{c}", torch.cat([turned.transpose(1, 2), still[None]], dim=-1))
             return q, k
 
         self.modelling.apply_rotary_pos_emb = rotate_and_keep
@@ -219,18 +353,53 @@ class Probe:
             attention = self.block(i).get_submodule(self.tree.attention)
             attention.register_forward_pre_hook(lambda *_, i=i: setattr(self, "layer", i))
 
+    def norm_sources(self) -> dict[str, str]:
+        """Norm -> what it normalizes, by hook names."""
+        tree, sources = self.tree, {"ln_final": f"blocks.{self.widths.layers - 1}.hook_resid_post"}
+        if tree.embed_norm:
+            sources["embed_ln"] = "hook_embed"
+        for i in range(self.widths.layers):
+            at = f"blocks.{i}"
+            between = f"{at}.hook_resid_pre" if tree.parallel else f"{at}.hook_resid_mid"
+            found = {"ln1": f"{at}.hook_resid_pre", "ln2": between, "ln1_post": f"{at}.attn.hook_out",
+                     "ln2_post": f"{at}.mlp.hook_out"}
+            sources |= {f"{at}.{name}": source for name, source in found.items() if getattr(tree, name)}
+        return sources
+
+    def norm_module(self, name: str) -> nn.Module:
+        outside = {"ln_final": self.tree.final_norm, "embed_ln": self.tree.embed_norm}
+        if name in outside:
+            return self.model.get_submodule(outside[name])
+        _, i, norm = name.split(".")
+        return self.block(int(i)).get_submodule(getattr(self.tree, norm))
+
+    def norm_output(self, name: str) -> str:
+        """The hook name of a norm's output: after a sublayer, what is added to the stream."""
+        block, _, norm = name.rpartition(".")
+        return {"ln1_post": f"{block}.hook_attn_out", "ln2_post": f"{block}.hook_mlp_out"}.get(norm, f"{name}.hook_out")
+
     def _add_norm_parts(self) -> None:
         """hook_scale, the divisor, and hook_normalized, before the weight: no module forms them."""
-        values, last = self.captures, self.widths.layers - 1
-        sources = {"ln_final": values[f"blocks.{last}.hook_resid_post"]}
-        for i in range(self.widths.layers):
-            sources[f"blocks.{i}.ln1"] = values[f"blocks.{i}.hook_resid_pre"]
-            sources[f"blocks.{i}.ln2"] = values[f"blocks.{i}.hook_resid_mid"]
-        for name, x in sources.items():
+        for name, source in self.norm_sources().items():
+            x = self.captures[source]
             at_least_float32 = x if x.dtype == torch.float64 else x.float()  # as transformers' norms compute
-            scale = root_mean_square(at_least_float32, self.config.rms_norm_eps)
-            values[f"{name}.hook_scale"] = scale.to(x.dtype)
-            values[f"{name}.hook_normalized"] = (at_least_float32 / scale).to(x.dtype)
+            centred = self.centred(at_least_float32)
+            scale = root_mean_square(centred, norm_eps(self.config))
+            self.captures[f"{name}.hook_scale"] = scale.to(x.dtype)
+            self.captures[f"{name}.hook_normalized"] = (centred / scale).to(x.dtype)
+
+    def centred(self, x: Tensor) -> Tensor:
+        return x - x.mean(-1, keepdim=True) if self.tree.norm == "layer" else x
+
+
+def norm_eps(config: Any) -> float:
+    keys = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+    return next((getattr(config, key) for key in keys if getattr(config, key, None)), 1e-5)  # opt names none: torch's
+
+
+def embedding_multiplier(config: Any) -> float:
+    """What is multiplied onto the embedding outside its module."""
+    return getattr(config, "embedding_multiplier", 1.0)
 
 
 def root_mean_square(x: Tensor, eps: float) -> Tensor:
@@ -245,103 +414,203 @@ Identity = tuple[str, Tensor, Tensor, bool]  # its kind, what was captured, what
 
 def identities(probe: Probe, values: Captures) -> Iterator[Identity]:
     """Everything that the model's definition says of one prompt's captures, in float64 from the captured neighbours."""
-    tree, n = probe.tree, probe.widths.layers
-    yield "resid_pre[0] = embed", values["blocks.0.hook_resid_pre"], values["hook_embed"], True
+    n = probe.widths.layers
+    yield from embedding_identities(probe, values)
     for i in range(n):
         yield from block_identities(probe, values, i)
         if i + 1 < n:
             at = f"blocks.{i + 1}.hook_resid_pre"
             yield "resid_pre[i+1] = resid_post[i]", values[at], values[f"blocks.{i}.hook_resid_post"], True
-    final_norm = probe.model.get_submodule(tree.final_norm)
-    yield from norm_identities(probe, values, "ln_final", values[f"blocks.{n - 1}.hook_resid_post"], final_norm)
-    logits = apply(probe.model.get_submodule(tree.unembed), values["ln_final.hook_out"])
-    yield "logits = ln_final.hook_out @ unembedding", values["unembed.hook_out"], logits, False
+    for name, source in probe.norm_sources().items():
+        yield from norm_identities(probe, values, name, values[source])
+    yield "logits = ln_final.hook_out @ unembedding", values["unembed.hook_out"], logits(probe, values), False
+
+
+def embedding_identities(probe: Probe, values: Captures) -> Iterator[Identity]:
+    tree, config, first = probe.tree, probe.config, values["blocks.0.hook_resid_pre"]
+    scale = config.hidden_size**0.5 if tree.norm == "rms_plus_one" else embedding_multiplier(config)
+    weight = probe.model.get_submodule(tree.embed).weight
+    yield "embed = rows of the embedding", values["hook_embed"], weight[probe.tokens].double() * scale, False
+    if tree.pos_embed:
+        at = slice(tree.pos_offset, tree.pos_offset + len(probe.tokens))
+        yield "pos_embed = rows", values["hook_pos_embed"], probe.model.get_submodule(tree.pos_embed).weight[at], True
+        yield "resid_pre[0] = embed + pos_embed", first, values["hook_embed"] + values["hook_pos_embed"], True
+    else:
+        yield "resid_pre[0] = embed", first, values["embed_ln.hook_out" if tree.embed_norm else "hook_embed"], True
+
+
+def logits(probe: Probe, values: Captures) -> Tensor:
+    config = probe.config
+    found = apply(probe.model.get_submodule(probe.tree.unembed), values["ln_final.hook_out"])
+    found = found * (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return torch.tanh(found / cap) * cap if cap else found
 
 
 def block_identities(probe: Probe, values: Captures, i: int) -> Iterator[Identity]:
-    tree, config, block = probe.tree, probe.config, probe.block(i)
+    tree = probe.tree
     v = {name.removeprefix(f"blocks.{i}."): value for name, value in values.items() if name.startswith(f"blocks.{i}.")}
-    yield "resid_mid = resid_pre + attn_out", v["hook_resid_mid"], v["hook_resid_pre"] + v["hook_attn_out"], True
-    yield "resid_post = resid_mid + mlp_out", v["hook_resid_post"], v["hook_resid_mid"] + v["hook_mlp_out"], True
-    yield from norm_identities(probe, v, "ln1", v["hook_resid_pre"], block.get_submodule(tree.ln1))
-    yield from norm_identities(probe, v, "ln2", v["hook_resid_mid"], block.get_submodule(tree.ln2))
+    pre, post, attn_out, mlp_out = (v[f"hook_{name}"] for name in ("resid_pre", "resid_post", "attn_out", "mlp_out"))
+    if tree.parallel:
+        yield "resid_post = resid_pre + attn_out + mlp_out", post, pre.double() + attn_out.double() + mlp_out.double(), False
+    else:
+        yield "resid_mid = resid_pre + attn_out", v["hook_resid_mid"], pre + attn_out, True
+        yield "resid_post = resid_mid + mlp_out", post, v["hook_resid_mid"] + mlp_out, True
+    if "attn.hook_out" in v and not tree.ln1_post:
+        factor = probe.config.residual_multiplier
+        yield "attn_out = multiplier * attention", attn_out, v["attn.hook_out"].double() * factor, False
+        yield "mlp_out = multiplier * MLP", mlp_out, v["mlp.hook_out"].double() * factor, False
+    yield from attention_identities(probe, v, i)
+    yield from mlp_identities(probe, v, i)
 
+
+def attention_identities(probe: Probe, v: Captures, i: int) -> Iterator[Identity]:
+    tree, config, block = probe.tree, probe.config, probe.block(i)
+    source = v["ln1.hook_out" if tree.ln1 else "hook_resid_pre"].double()
     weights, biases = qkv_weights(probe, block)
     for c, weight, bias in zip("qkv", weights, biases, strict=True):
-        product = linear(v["ln1.hook_out"].double(), weight, bias)
-        yield f"{c} = ln1.hook_out @ W + b", v[f"attn.hook_{c}"].flatten(1), product, False
+        product = linear(source, weight, bias)
+        yield f"{c} = its input @ W + b", v[f"attn.hook_{c}"].flatten(1), product, False
     q, k = v["attn.hook_q"].double(), v["attn.hook_k"].double()
     if tree.q_norm and tree.k_norm:
-        q = q / root_mean_square(q, config.rms_norm_eps) * block.get_submodule(tree.q_norm).weight.double()
-        k = k / root_mean_square(k, config.rms_norm_eps) * block.get_submodule(tree.k_norm).weight.double()
-        yield "q_normed = norm(q)", v["attn.hook_q_normed"], q, False
-        yield "k_normed = norm(k)", v["attn.hook_k_normed"], k, False
+        for c, x in (("q", q), ("k", k)):
+            norm = block.get_submodule(getattr(tree, f"{c}_norm"))
+            yield f"{c}_normed = norm({c})", v[f"attn.hook_{c}_normed"], head_norm(probe, norm, x), False
         q, k = v["attn.hook_q_normed"].double(), v["attn.hook_k_normed"].double()
-    angles = rotary_angles(config, probe.widths.d_head, len(q), v["attn.hook_q"].dtype)
-    yield "rot_q = rotation of q", v["attn.hook_rot_q"], rotated(q, angles), False
-    yield "rot_k = rotation of k", v["attn.hook_rot_k"], rotated(k, angles), False
-    z = attention(v["attn.hook_rot_q"], v["attn.hook_rot_k"], v["attn.hook_v"], window(config, i))
-    yield "z = softmax(rot_q rot_k) v", v["attn.hook_z"], z, False
-    attn_out = apply(block.get_submodule(tree.o), v["attn.hook_z"].flatten(1))
-    yield "attn_out = z @ W_O", v["hook_attn_out"], attn_out, False
+    if tree.rotation:
+        angles, scale = rotary_angles(config, i, probe.widths.d_head, len(q), v["attn.hook_q"].dtype)
+        yield "rot_q = rotation of q", v["attn.hook_rot_q"], rotated(q, angles, scale, tree.rotation), False
+        yield "rot_k = rotation of k", v["attn.hook_rot_k"], rotated(k, angles, scale, tree.rotation), False
+        q, k = v["attn.hook_rot_q"].double(), v["attn.hook_rot_k"].double()
+    z = attention(probe, i, q, k, v["attn.hook_v"].double())
+    yield "z = softmax(q k) v", v["attn.hook_z"], z, False
+    attn_out = apply(block.get_submodule(tree.o), v["attn.hook_z"].flatten(1), tree.transposed)
+    yield "attention = z @ W_O", v.get("attn.hook_out", v["hook_attn_out"]), attn_out, False
 
-    for name, weight in zip(("pre", "pre_linear"), mlp_weights(probe, block), strict=True):
-        yield f"{name} = ln2.hook_out @ W", v[f"mlp.hook_{name}"], linear(v["ln2.hook_out"].double(), weight), False
-    post = ACTIVATIONS[config.hidden_act](v["mlp.hook_pre"].double()) * v["mlp.hook_pre_linear"].double()
+
+def mlp_identities(probe: Probe, v: Captures, i: int) -> Iterator[Identity]:
+    tree, block = probe.tree, probe.block(i)
+    source = v["ln2.hook_out" if tree.ln2 else "ln1.hook_out" if tree.parallel else "hook_resid_mid"].double()
+    out = v.get("mlp.hook_out", v["hook_mlp_out"])
+    if probe.has_experts(i):
+        yield from expert_identities(probe, v, i, source, out)
+        return
+    weights, biases = mlp_weights(probe, block)
+    for name, weight, bias in zip(("pre", "pre_linear"), weights, biases):
+        yield f"{name} = its input @ W", v[f"mlp.hook_{name}"], linear(source, weight, bias), False
+    post = activation(probe)(v["mlp.hook_pre"].double())
+    post = post * v["mlp.hook_pre_linear"].double() if "mlp.hook_pre_linear" in v else post
     yield "post = act(pre) * pre_linear", v["mlp.hook_post"], post, False
-    mlp_out = apply(block.get_submodule(tree.down), v["mlp.hook_post"])
-    yield "mlp_out = post @ W_out", v["hook_mlp_out"], mlp_out, False
+    yield "MLP = post @ W_out", out, apply(block.get_submodule(tree.down), v["mlp.hook_post"], tree.transposed), False
 
 
-def norm_identities(probe: Probe, v: Captures, name: str, source: Tensor, norm: nn.Module) -> Iterator[Identity]:
+def expert_identities(probe: Probe, v: Captures, i: int, source: Tensor, out: Tensor) -> Iterator[Identity]:
+    config, block = probe.config, probe.block(i)
+    weights, chosen = v["mlp.hook_expert_weights"].double(), v["mlp.hook_expert_indices"]
+    yield "router_logits = its input @ W", v["mlp.hook_router_logits"], apply(block.get_submodule(probe.tree.router), source), False
+    shares, most = v["mlp.hook_router_logits"].double().softmax(-1).topk(config.num_experts_per_tok)
+    if getattr(config, "norm_topk_prob", True):
+        shares = shares / shares.sum(-1, keepdim=True)
+    yield "expert_indices = the largest", chosen, most, True
+    yield "expert_weights = softmax of the logits", v["mlp.hook_expert_weights"], shares, False
+    experts = block.get_submodule(probe.tree.experts)
+    total = torch.zeros_like(source)
+    for row in range(len(source)):
+        for weight, e in zip(weights[row], chosen[row].tolist()):
+            gate, up = linear(source[row], experts.gate_up_proj[e].double()).chunk(2)
+            total[row] += weight * linear(activation(probe)(gate) * up, experts.down_proj[e].double())
+    yield "MLP = the chosen experts, weighed", out, total, False
+
+
+def activation(probe: Probe) -> Any:
+    keys = ("hidden_activation", "hidden_act", "activation_function", "activation")
+    name = probe.tree.activation or next(getattr(probe.config, k) for k in keys if getattr(probe.config, k, None))
+    return ACTIVATIONS[name]
+
+
+def norm_identities(probe: Probe, v: Captures, name: str, source: Tensor) -> Iterator[Identity]:
     scale, normalized = v[f"{name}.hook_scale"], v[f"{name}.hook_normalized"]
-    expected = root_mean_square(source.double(), probe.config.rms_norm_eps)
-    yield "scale = sqrt(mean(x^2) + eps)", scale, expected, False
-    yield "normalized * scale = x", normalized.double() * scale.double(), source, False
-    yield "norm's output = normalized * weight", v[f"{name}.hook_out"], normalized.double() * norm.weight.double(), False
+    centred = probe.centred(source.double())
+    yield "scale = sqrt(mean(x^2) + eps)", scale, root_mean_square(centred, norm_eps(probe.config)), False
+    yield "normalized * scale = x", normalized.double() * scale.double(), centred, False
+    out = weighed(probe, probe.norm_module(name), normalized.double())
+    yield "norm's output = normalized * weight", v[probe.norm_output(name)], out, False
 
 
-def apply(layer: nn.Module, x: Tensor) -> Tensor:
+def weighed(probe: Probe, norm: nn.Module, x: Tensor) -> Tensor:
+    """A normalized x after a norm's weight and bias."""
+    weight = norm.weight.double() + (1 if probe.tree.norm == "rms_plus_one" else 0)
+    bias = getattr(norm, "bias", None)
+    return x * weight + (0 if bias is None else bias.double())
+
+
+def head_norm(probe: Probe, norm: nn.Module, x: Tensor) -> Tensor:
+    """q or k [pos, head, d_head] after its norm, over each head or, where the weight says so, over all of them."""
+    flat = x.flatten(1) if norm.weight.numel() == x[0].numel() else x
+    centred = probe.centred(flat)
+    return weighed(probe, norm, centred / root_mean_square(centred, norm_eps(probe.config))).view_as(x)
+
+
+def apply(layer: nn.Module, x: Tensor, transposed: bool = False) -> Tensor:
     """A linear layer in float64."""
-    bias = layer.bias
-    return linear(x.double(), layer.weight.double(), None if bias is None else bias.double())
+    weight, bias = layer.weight.double(), getattr(layer, "bias", None)
+    return linear(x.double(), weight.T if transposed else weight, None if bias is None else bias.double())
 
 
-def qkv_weights(probe: Probe, block: nn.Module) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Weights and biases of q, k and v, in float64."""
+Weights = tuple[list[Tensor], list[Tensor | None]]  # in float64
+
+
+def fused_weights(probe: Probe, layer: nn.Module, split: Any) -> Weights:
+    """The parts of a fused linear layer: `split` cuts along its output."""
+    weight = layer.weight.double().T if probe.tree.transposed else layer.weight.double()
+    parts = split(weight, 0)
+    bias = getattr(layer, "bias", None)
+    return parts, [None] * len(parts) if bias is None else split(bias.double(), 0)
+
+
+def separate_weights(probe: Probe, layers: list[nn.Module]) -> Weights:
+    weights = [m.weight.double().T if probe.tree.transposed else m.weight.double() for m in layers]
+    return weights, [None if m.bias is None else m.bias.double() for m in layers]
+
+
+def qkv_weights(probe: Probe, block: nn.Module) -> Weights:
     if probe.tree.qkv:
-        fused = block.get_submodule(probe.tree.qkv)
-        assert fused.bias is None
-        return list(fused.weight.double().split(probe.widths.qkv_parts)), [None] * 3
-    layers = [block.get_submodule(getattr(probe.tree, c)) for c in "qkv"]
-    return [m.weight.double() for m in layers], [None if m.bias is None else m.bias.double() for m in layers]
+        return fused_weights(probe, block.get_submodule(probe.tree.qkv), probe.split_qkv)
+    return separate_weights(probe, [block.get_submodule(getattr(probe.tree, c)) for c in "qkv"])
 
 
-def mlp_weights(probe: Probe, block: nn.Module) -> list[Tensor]:
-    """Weights of gate and up, in float64."""
+def mlp_weights(probe: Probe, block: nn.Module) -> Weights:
+    """Of gate and up, or of the one projection before the activation."""
     if probe.tree.gate_up:
-        return list(block.get_submodule(probe.tree.gate_up).weight.double().split(probe.widths.d_mlp))
-    return [block.get_submodule(name).weight.double() for name in (probe.tree.gate, probe.tree.up)]
+        return fused_weights(probe, block.get_submodule(probe.tree.gate_up), probe.split_mlp)
+    return separate_weights(probe, [block.get_submodule(path) for path in (probe.tree.gate, probe.tree.up) if path])
 
 
-def rotary_angles(config: Any, d_head: int, positions: int, dtype: torch.dtype) -> Tensor:
-    """[pos, pair] angles in float64. Frequencies are float32 ones whatever the run's dtype: they belong to the model as
-    every implementation defines it. So is their product with the position, except in a float64 run."""
+def rotary_angles(config: Any, i: int, d_head: int, positions: int, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """([pos, pair] angles in float64, factor on their sine and cosine). Frequencies are float32 ones whatever the run's
+    dtype: they belong to the model as every implementation defines it. So is their product with the position, except in a
+    float64 run."""
     rope = config.rope_parameters
+    if "rope_type" not in rope:  # a set for each type of layer
+        rope = rope[config.layer_types[i]]
     assert rope["rope_type"] == "default", f"no formula here for rotation of type {rope['rope_type']}"
     width = int(d_head * rope.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
     frequencies = 1.0 / rope["rope_theta"] ** exponents
     precision = torch.float64 if dtype == torch.float64 else torch.float32
-    return torch.outer(torch.arange(positions, dtype=precision), frequencies.to(precision)).double()
+    return torch.outer(torch.arange(positions, dtype=precision), frequencies.to(precision)).double(), 1.0
 
 
-def rotated(x: Tensor, angles: Tensor) -> Tensor:
-    """x [pos, head, d_head]: turn the pairs (j, j + half) as complex numbers; what lies beyond the rotated width stays."""
+def rotated(x: Tensor, angles: Tensor, scale: float, pairs: str) -> Tensor:
+    """x [pos, head, d_head]: turn pairs as complex numbers, (j, j + half) or (2j, 2j + 1); what lies beyond the rotated
+    width stays."""
     half = angles.shape[-1]
-    first, second, rest = x.double().split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)[:, None, :]
-    return torch.cat([turned.real, turned.imag, rest], dim=-1)
+    turning, rest = x.double().split([2 * half, x.shape[-1] - 2 * half], dim=-1)
+    first, second = turning.chunk(2, dim=-1) if pairs == "halves" else (turning[..., ::2], turning[..., 1::2])
+    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)[:, None, :] * scale
+    parts = [turned.real, turned.imag]
+    whole = torch.cat(parts, dim=-1) if pairs == "halves" else torch.stack(parts, dim=-1).flatten(-2)
+    return torch.cat([whole, rest], dim=-1)
 
 
 def window(config: Any, i: int) -> int | None:
@@ -351,15 +620,36 @@ def window(config: Any, i: int) -> int | None:
     return width if width and (kinds is None or kinds[i] == "sliding_attention") else None
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, seen: int | None) -> Tensor:
-    """Plain causal attention in float64: q [pos, head, d_head], k and v with fewer heads; [pos, head, d_head]."""
-    q, k, v = q.double(), k.double(), v.double()
+def attention_scale(probe: Probe) -> float:
+    config = probe.config
+    if scalar := getattr(config, "query_pre_attn_scalar", None):
+        return scalar**-0.5
+    return getattr(config, "attention_multiplier", None) or probe.widths.d_head**-0.5
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """Press et al. 2022: powers of 2^(-8/heads), for a number of heads that is a power of two."""
+    assert heads & (heads - 1) == 0
+    return 2.0 ** (-8 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)
+
+
+def attention(probe: Probe, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention in float64: q [pos, head, d_head], k and v with fewer heads; [pos, head, d_head]."""
+    tree, config = probe.tree, probe.config
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+    scores = torch.einsum("qhd,khd->hqk", q, k) * attention_scale(probe)
+    if cap := getattr(config, "attn_logit_softcapping", None):
+        scores = torch.tanh(scores / cap) * cap
+    if tree.alibi:
+        scores = scores + alibi_slopes(q.shape[1])[:, None, None] * torch.arange(len(k))
     distance = torch.arange(len(q))[:, None] - torch.arange(len(q))[None, :]
-    visible = (distance >= 0) & (distance < (seen or len(q)))
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+    visible = (distance >= 0) & (distance < (window(config, i) or len(q)))
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if tree.sinks:
+        sinks = probe.block(i).get_parameter(tree.sinks).double()
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], dim=-1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
 
 
 def check(probe: Probe, values: Captures) -> dict[str, float]:
@@ -377,28 +667,38 @@ def check(probe: Probe, values: Captures) -> dict[str, float]:
 
 def check_shapes(probe: Probe, values: Captures, positions: int) -> None:
     """Every name is there, and no other, in its shape."""
-    widths, config = probe.widths, probe.config
-    d_model, q, kv = (config.hidden_size,), (widths.heads, widths.d_head), (widths.kv_heads, widths.d_head)
-    norm = {"hook_scale": (1,), "hook_normalized": d_model, "hook_out": d_model}
-    block: dict[str, tuple[int, ...]] = {
-        **{f"hook_{name}": d_model for name in ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")},
-        **{f"{ln}.{name}": shape for ln in ("ln1", "ln2") for name, shape in norm.items()},
-        **{f"attn.hook_{name}": q for name in ("q", "rot_q", "z")},
-        **{f"attn.hook_{name}": kv for name in ("k", "v", "rot_k")},
-        **{f"mlp.hook_{name}": (widths.d_mlp,) for name in ("pre", "pre_linear", "post")},
-    }
-    if probe.tree.q_norm:
-        block |= {"attn.hook_q_normed": q, "attn.hook_k_normed": kv}
-    expected = {
-        "hook_embed": d_model,
-        **{f"ln_final.{name}": shape for name, shape in norm.items()},
-        "unembed.hook_out": (config.vocab_size,),
-        **{f"blocks.{i}.{name}": shape for i in range(widths.layers) for name, shape in block.items()},
-    }
+    expected = {"hook_embed": (probe.config.hidden_size,), "unembed.hook_out": (probe.config.vocab_size,)}
+    if probe.tree.pos_embed:
+        expected["hook_pos_embed"] = (probe.config.hidden_size,)
+    for name in probe.norm_sources():
+        expected |= {f"{name}.hook_scale": (1,), f"{name}.hook_normalized": (probe.config.hidden_size,)}
+        expected[probe.norm_output(name)] = (probe.config.hidden_size,)
+    for i in range(probe.widths.layers):
+        expected |= {f"blocks.{i}.{name}": shape for name, shape in block_shapes(probe, i).items()}
     found = {name: tuple(value.shape) for name, value in values.items()}
     assert found == {name: (positions, *shape) for name, shape in expected.items()}
     for name, value in values.items():
         assert value.isfinite().all(), f"{name} is not finite"
+
+
+def block_shapes(probe: Probe, i: int) -> dict[str, tuple[int, ...]]:
+    """Every name of one block but its norms' -> its shape without positions."""
+    tree, widths, config = probe.tree, probe.widths, probe.config
+    d_model, q, kv = (config.hidden_size,), (widths.heads, widths.d_head), (widths.kv_heads, widths.d_head)
+    streams = ("resid_pre", "resid_post", "attn_out", "mlp_out") + (() if tree.parallel else ("resid_mid",))
+    block: dict[str, tuple[int, ...]] = {f"hook_{name}": d_model for name in streams}
+    turned = ("", "rot_") if tree.rotation else ("",)
+    block |= {f"attn.hook_{turn}{c}": shape for turn in turned for c, shape in (("q", q), ("k", kv))}
+    block |= {"attn.hook_v": kv, "attn.hook_z": q}
+    if tree.q_norm:
+        block |= {"attn.hook_q_normed": q, "attn.hook_k_normed": kv}
+    if tree.ln1_post or getattr(config, "residual_multiplier", 1.0) != 1:
+        block |= {"attn.hook_out": d_model, "mlp.hook_out": d_model}
+    if probe.has_experts(i):
+        k, n = config.num_experts_per_tok, config.num_local_experts
+        return block | {"mlp.hook_router_logits": (n,), "mlp.hook_expert_weights": (k,), "mlp.hook_expert_indices": (k,)}
+    inside = ("pre", "pre_linear", "post") if tree.up or tree.gate_up else ("pre", "post")
+    return block | {f"mlp.hook_{name}": (widths.d_mlp,) for name in inside}
 
 
 # -- float64
@@ -437,7 +737,7 @@ def write(folder: str, prompts: list[list[int]], out: str, dtype: str = "float32
             for kind, error in check(probe, values).items():
                 errors[kind] = max(errors.get(kind, 0.0), error)
             for name, value in values.items():
-                tensors[f"{p}/{name}"] = (value.float() if fp64 else value).contiguous()
+                tensors[f"{p}/{name}"] = (value.float() if value.dtype == torch.float64 else value).contiguous()
     finally:
         probe.close()
     save_file(tensors, out, {"identities": json.dumps(errors)})

@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+import tiny as settings
 from compare import assert_close, logit_error, of_prompt, reference, reference_file, relative_error, worst_row
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny import ZERO_EVERY
 from tokenizers import Tokenizer
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3"]
+WITHOUT_REFERENCE = ("gpt_oss", "deepseek_v2")
+FAMILIES = [name for name in settings.FAMILIES if name not in WITHOUT_REFERENCE]
 PROMPTS = [[1, 77, 300, 5, 5, 411, 9, 28, 130, 64], [3, 500, 42]]
 HERE = Path(__file__).parent
 
@@ -36,8 +38,10 @@ import reference
 out, tokens, tokenizer, *folders = sys.argv[1:]
 tokens, tensors, facts = json.loads(tokens), {}, {}
 
-for folder in folders:  # hidden states and logits, with the default attention
+for folder in folders:  # hidden states and logits, with the default attention, which knows no softcap
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if getattr(model.config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")
     with torch.no_grad():
         answer = model(torch.tensor([tokens]), output_hidden_states=True)
     for i, state in enumerate(answer.hidden_states):
@@ -45,16 +49,20 @@ for folder in folders:  # hidden states and logits, with the default attention
     tensors[f"{model.config.model_type}/logits"] = answer.logits[0].clone()
 save_file(tensors, out)
 
-probe = reference.Probe(reference.load(folders[0], torch.float32))
-values = probe.run(tokens)
-reference.check(probe, values)
-def refuses(name):
+def refuses(probe, values, name):
     try:
         reference.check(probe, {**values, name: values[name].roll(1, 0)})
     except AssertionError:
         return True
     return False
-facts["refused"] = {name: refuses(name) for name in values}
+facts["refused"] = {}
+for folder in folders:
+    probe = reference.Probe(reference.load(folder, torch.float32))
+    values = probe.run(tokens)
+    reference.check(probe, values)
+    some = [name for name in values if not name.startswith(("blocks.1.", "blocks.2.", "blocks.3."))]
+    facts["refused"][folder] = {name: refuses(probe, values, name) for name in some}
+    probe.close()
 
 t = AutoTokenizer.from_pretrained(tokenizer)
 text = facts["text"] = "The Eiffel Tower is in Paris, \\u00e9t\\u00e9!"
@@ -152,8 +160,7 @@ def test_hidden_states_and_logits_equal_transformers_own(tiny, by_transformers, 
 def test_identities_hold_and_are_recorded(tiny, family):
     with safe_open(reference_file(tiny(family), PROMPTS), "pt") as file:
         errors = json.loads(file.metadata()["identities"])
-    assert len(errors) == (21 if family == "qwen3" else 19)
-    assert max(errors.values()) <= 1e-6
+    assert len(errors) >= 17 and max(errors.values()) <= 1e-6
 
 
 def test_a_float64_run_agrees_with_float32(tiny):
@@ -175,15 +182,15 @@ def test_normalized_is_finite_where_the_norms_weight_is_zero(tiny):
 
 
 def test_every_hook_is_under_some_identity(by_transformers):
-    """With its rows shifted by one position, any single value is refused."""
-    refused = by_transformers["refused"]
-    assert len(refused) == 5 + 4 * 20
-    assert [name for name in refused if not refused[name]] == []
+    """With its rows shifted by one position, any single value of a layer, or outside the layers, is refused."""
+    for folder, refused in by_transformers["refused"].items():
+        assert len(refused) >= 5 + 15
+        assert [name for name in refused if not refused[name]] == [], folder
 
 
 def test_a_family_without_a_row_is_refused(tiny):
-    with pytest.raises(RuntimeError, match="no row for the family 'gpt2'"):
-        reference_file(tiny("gpt2"), PROMPTS)
+    with pytest.raises(RuntimeError, match="no row for the family 'gpt_oss'"):
+        reference_file(tiny("gpt_oss"), PROMPTS)
 
 
 def test_a_reference_is_run_once(tiny):
