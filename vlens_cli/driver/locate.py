@@ -50,7 +50,7 @@ class Point:
         else:
             outputs = output if isinstance(output, tuple) else (output,)
             found = [outputs[place] for place in self.row.outputs if place < len(outputs)]
-        tensors = [self._part(_flat(t[0] if self.batch_axis else t)) for t in found if t is not None]
+        tensors = [self._part(_flat(t[0] if self.batch_axis and t.ndim > 2 else t)) for t in found if t is not None]
         if not tensors:
             raise LookupError(f"{self.name}: nothing to read in this call")
         return tensors

@@ -131,6 +131,9 @@ class Proof:
         yield from self._embedding("hook_pos_embed", "pos_embed", range(len(self._tokens)))
         if self._has("hook_pos_embed"):
             yield from self._check("embed + pos_embed = resid_pre[0]", first, torch.add, "hook_embed", "hook_pos_embed")
+        elif self._has("embed_ln.hook_out"):
+            yield from self._norm("embed_ln", "embed_ln", None, "hook_embed")
+            yield from self._check("embed_ln.hook_out = resid_pre[0]", "embed_ln.hook_out", lambda x: x, first)
         else:
             yield from self._check("hook_embed = resid_pre[0]", "hook_embed", lambda x: x, first)
         yield from self._norm("ln_final", "ln_final", None, last)

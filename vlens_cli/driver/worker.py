@@ -34,6 +34,7 @@ class LensWorker(EngineWorker):
         super().load_model(*args, **kwargs)
         model = self.model_runner.get_model()
         self._catalog: Catalog = catalog_for(self.model_config.hf_config.to_dict())
+        internals.let_attention_be_hooked(model)
         self._locator = Locator(model, self._catalog)
         self._unembedding = Unembedding(model, self._locator)
         points, self._refused = self._locator.points()

@@ -2,10 +2,12 @@
 
 A family file holds
     like        another family whose entries it starts from; its own entries replace or add
+    fresh       tables of which nothing is taken over
     classes     the classes whose live module tree has this shape (vLLM's; a checkpoint's `architectures` name them)
     norm        which formula the norms are: rms, rms_plus_one (the weight is 1 + w) or layer (centred)
     batch_axis  whether tensors are [1, tokens, width], as in models that vLLM runs through its Transformers backend
     rotation    engine: the rotary module turns q and k; tables: it gives (cos, sin), which turn the halves of each head
+    differs     how far the engine's own logits are from transformers', and why, where they are
     foreign     config keys that the engine would obey and the architecture does not have
     [defaults]  what the architecture takes a key for that config.json leaves out
     [when]      config key -> the value that this layout needs; a model with another is refused
@@ -14,6 +16,7 @@ A family file holds
     [params]    TransformerLens' name of a weight -> its axes there, and where it lies: `checkpoint = "TENSOR LAYOUT"`,
                 `engine = "ROLE.ATTRIBUTE LAYOUT"` (layout.py has the language); `tied` names the weight that it is where
                 embeddings are tied, `aliases` other names, `note` what a user must know
+    prefix      what tensor names may lack ("transformer.")      ignored  ends of names that no engine needs
     [dims]      which config key gives each width, or several of which the first that is there counts; also a number,
                 or a multiple of a width named before it ("4 * d_model")
     [modules]   role -> path in the live module tree; {i} is the layer
@@ -40,7 +43,9 @@ from typing import Any
 
 from vlens_cli.errors import BugError, StartError
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text", "qwen3_moe", "mixtral")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text", "qwen3_moe", "mixtral",
+            "gpt2", "opt", "gpt_neox", "olmo2", "starcoder2", "stablelm", "cohere", "granite", "glm4",
+            "bloom", "falcon")
 
 # More is a broken config, and naming that many hook points takes for ever.
 MOST_LAYERS = 10_000
@@ -135,6 +140,9 @@ class Family:
     when: dict[str, Any]
     checkpoint: dict[str, str]
     params: dict[str, ParamRow]
+    prefix: str
+    differs: str
+    ignored: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -290,7 +298,9 @@ def check_checkpoint(catalog: Catalog, config: dict[str, Any], found: Iterable[s
     rules = [(name, when) for pattern, when in catalog.spec.checkpoint.items() for name in _names(pattern, catalog.dims)]
     wanted = {name for name, when in rules if holds(when, config)}
     optional = {name for name, when in rules if when == "maybe"} | {"lm_head.weight"}
-    there = {name for name in found if not name.endswith((".rotary_emb.inv_freq", ".masked_bias"))}
+    prefix = catalog.spec.prefix
+    there = {prefix + name if prefix + name in wanted else name for name in found
+             if not name.endswith(catalog.spec.ignored)}
     for names, what in ((wanted - there, "lacks weights that the model has"),
                         (there - wanted - optional, "has weights that the engine does not read")):
         if names:
@@ -357,6 +367,9 @@ def load(name: str) -> Family:
         when=fields.get("when", {}),
         checkpoint=fields["checkpoint"],
         params={param: _param(name, param, entry, fields["modules"]) for param, entry in fields["params"].items()},
+        prefix=fields.get("prefix", ""),
+        ignored=tuple(fields["ignored"]),
+        differs=fields.get("differs", ""),
     )
     _check(family)
     return family
@@ -369,7 +382,7 @@ def _fields(name: str) -> dict[str, Any]:
     own = tomllib.loads(_text(name))
     if "like" not in own:
         return own
-    base = _fields(own["like"])
+    base = {key: value for key, value in _fields(own["like"]).items() if key not in own.get("fresh", ())}
     taken = own.get("refused", {})
     rows = [row for row in base["row"] if row["hook"] not in taken]
     for entry in own.get("row", []):
@@ -389,7 +402,7 @@ def _fields(name: str) -> dict[str, Any]:
         "row": rows,
         **{table: {**base.get(table, {}), **own.get(table, {})}
            for table in ("dims", "modules", "reads", "checkpoint", "defaults", "when")},
-        "params": _merged(base["params"], own.get("params", {})),
+        "params": _merged(base.get("params", {}), own.get("params", {})),
         "aliases": aliases,
         "refused": {hook: reason for hook, reason in refused.items() if hook not in hooks and hook not in aliases},
     }
