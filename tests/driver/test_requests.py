@@ -92,7 +92,7 @@ def test_what_the_model_cannot_do_is_refused_before_the_forward(engines, tiny):
     with pytest.raises(PromptError):
         driver.forward([[]])
     with pytest.raises(UsageError):
-        driver.forward(SHORT, intervene={POST: {"op": "suppress"}})
+        driver.forward(SHORT, intervene={POST: {"op": "surpress"}})
 
 
 def test_a_fault_in_a_tap_fails_its_query_and_the_engine_lives(engines, tiny, monkeypatch):

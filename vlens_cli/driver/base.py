@@ -59,12 +59,16 @@ class Edit:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt's token ids, what to keep of its forward, by canonical hook name, and what to change in it, in order."""
+    """One prompt's token ids, what to keep of its forward, by canonical hook name, and what to change in it, in order.
+
+    `final_logprobs` asks for the log-probabilities of the token after the prompt, from the engine's sampler.
+    """
 
     tokens: tuple[int, ...]
     capture: dict[str, Want] = field(default_factory=dict)
     max_new_tokens: int = 1
     edits: tuple[Edit, ...] = ()
+    final_logprobs: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,23 +89,27 @@ class Captured:
 @dataclass(frozen=True)
 class Result:
     """One request's answer. `chunks` counts the forwards that its prompt and decode steps took, `fired` how many
-    forwards each of its edits was applied in, in their order."""
+    forwards each of its edits was applied in, in their order; `final_logprobs` is [d_vocab] where it was asked."""
 
     captured: dict[str, Captured]
     new_tokens: tuple[int, ...]
     chunks: int
     fired: tuple[int, ...] = ()
+    final_logprobs: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """TransformerLens' reply: `logits` [batch, pos, d_vocab] or None, `captured` hook name -> [batch, pos, ...],
-    both right-padded (logits -inf, captures 0); `new_tokens` [batch, new]; `raw_output` the per-request results."""
+    """TransformerLens' reply: `logits` [batch, pos, d_vocab] or None, `captured` hook name -> [batch, pos, ...], each
+    prompt's rows at their own places and padded around them (logits -inf, captures 0); `new_tokens` [batch, new];
+    `raw_output` the per-request results. `rows` are the places of each prompt's fed tokens, of which the last
+    new - 1 (or new) were generated."""
 
     logits: torch.Tensor | None
     captured: dict[str, torch.Tensor]
     new_tokens: torch.Tensor | None = None
     raw_output: Any = None
+    rows: tuple[range, ...] = ()
 
 
 class Driver(Protocol):

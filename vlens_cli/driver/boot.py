@@ -149,8 +149,14 @@ def engine_arguments(spec: EngineSpec, plan: Plan) -> dict[str, Any]:
         "async_scheduling": False,
         "distributed_executor_backend": "uni",
         "disable_log_stats": True,
+        # Where the unembedding cannot be used, the sampler's whole distribution is the answer.
+        "max_logprobs": -1,
         "seed": 0,
     }
+
+
+# The engines of this process, by id.
+_running: set[int] = set()
 
 
 def prepare() -> None:
@@ -178,7 +184,9 @@ def boot(spec: EngineSpec, plan: Plan) -> Any:
         from vlens_cli.driver import internals
 
         internals.inspect_models_in_process()
-        return LLM(**engine_arguments(spec, plan), worker_cls="vlens_cli.driver.worker.LensWorker")
+        llm = LLM(**engine_arguments(spec, plan), worker_cls="vlens_cli.driver.worker.LensWorker")
+        _running.add(id(llm))
+        return llm
 
 
 @contextmanager
@@ -225,13 +233,16 @@ def one_line(fault: BaseException) -> str:
 
 
 def shut_down(llm: Any) -> None:
-    """End an engine that `boot` built, and give its memory back."""
+    """End an engine that `boot` built, and give its memory back.
+
+    What vLLM keeps of its ranks belongs to the process and to all of its engines: it goes with the last.
+    """
     import gc
 
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vlens_cli.driver import internals
 
-    llm.llm_engine.engine_core.shutdown()
+    _running.discard(id(llm))
+    internals.end_engine(llm, last=not _running)
     del llm
     gc.collect()
-    cleanup_dist_env_and_memory()
 

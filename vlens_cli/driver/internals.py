@@ -224,3 +224,22 @@ def abort_all(llm: Any) -> None:
     unfinished = list(llm.llm_engine.output_processor.request_states)
     if unfinished:
         llm.llm_engine.abort_request(unfinished, internal=True)
+
+
+def end_engine(llm: Any, last: bool) -> None:
+    """Shut an `LLM` of this process down.
+
+    0.32: the core's shutdown ends by taking down what the process keeps of its ranks, which its other engines use too.
+    """
+    from vllm.v1.engine import core
+
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    if not last:
+        core.cleanup_dist_env_and_memory = lambda: None
+    try:
+        llm.llm_engine.engine_core.shutdown()
+    finally:
+        core.cleanup_dist_env_and_memory = cleanup_dist_env_and_memory
+    if last:
+        cleanup_dist_env_and_memory()

@@ -71,10 +71,10 @@ def answer(session: Session, query: LogitsQuery, progress: Progress, into: Binar
     asked = [replace(a, edits=edits) for a, edits in zip(asked, edited.edits, strict=True)]
     if query.attribution:
         attribution.check_edits(asked[0].edits)
+    reader = Reader(session, query, [t.id for t in chosen], [t.id for t in pair], progress)
     results, seconds = session.run([Request(a.fed.ids, a.wants, edits=a.edits) for a in asked], progress)
     began = time.monotonic()
     explained = _explained(chosen, pair) if query.attribution else []
-    reader = Reader(session, query, [t.id for t in chosen], [t.id for t in pair])
     reads, saved = _read_all(reader, asked, results, into)
     prompts = [
         {"text": a.fed.text, "chunks": result.chunks, "tokens": capture.token_rows(a.fed)}
@@ -135,9 +135,12 @@ def _size(session: Session, asked: Sequence[Asked]) -> int:
 class Reader:
     """Unembeds captured rows and reads statistics off them."""
 
-    def __init__(self, session: Session, query: LogitsQuery, targets: list[int], diff: list[int]) -> None:
+    def __init__(self, session: Session, query: LogitsQuery, targets: list[int], diff: list[int],
+                 progress: Progress) -> None:
+        """Raises HookError where this engine's logits failed the proof at load."""
         self.session = session
-        self._driver = session.driver(lambda text: None)
+        self._driver = session.driver(progress)
+        self._driver.check_readable(LOGITS)
         self.query = query
         self._targets = targets
         self._diff = diff

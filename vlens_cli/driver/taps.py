@@ -193,7 +193,9 @@ class Taps:
 
     def take(self, key: str) -> Record:
         """The record of one finished request, out of this worker; hooks that nobody else asks go with it."""
-        request = next(r for r, record in self._records.items() if record.key == key)
+        request = next((r for r, record in self._records.items() if record.key == key), None)
+        if request is None:
+            raise LookupError("the engine has finished a request that no tap has seen")
         record = self._records.pop(request)
         for name in record.names:
             del self._asking[name][request]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from vlens_cli.driver.locate import Locator
 
 # Rows unembedded at once: 256 x 150,000 fp32 logits are 150 MB.
 UNEMBED_ROWS = 256
+# Columns of the unembedding that are cast to float32 at once.
+REBUILD_COLUMNS = 16384
 
 
 class Unembedding:
@@ -24,6 +27,7 @@ class Unembedding:
         self._locator = locator
         self._d_vocab = locator.catalog.dims.d_vocab
         self._head: internals.Head | None = None
+        self._rebuild_error = float("inf")
 
     def watch(self) -> None:
         """Learn at the next forward what the engine unembeds with, and keep its logits for the proof."""
@@ -31,6 +35,9 @@ class Unembedding:
 
     def _learn(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
         self._head = internals.unembedding(module, args, kwargs)
+        numbers = [n for n in (self._head.softcap, self._head.scale) if n is not None]
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError(f"the engine's softcap and scale of logits are not finite: {numbers}")
         self._seen = output[:, : self._d_vocab].clone()
 
     def seen(self) -> torch.Tensor:
@@ -48,7 +55,37 @@ class Unembedding:
     @torch.inference_mode()
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """[rows, d_vocab] logits of a few final-norm rows, by the engine's own unembedding."""
-        return self._model.compute_logits(rows)[:, : self._d_vocab]
+        logits = self._model.compute_logits(rows)[:, : self._d_vocab]
+        return self._widened(logits)
+
+    def _widened(self, logits: torch.Tensor) -> torch.Tensor:
+        """Up to the model's vocabulary: a token that the unembedding lacks cannot come."""
+        missing = self._d_vocab - logits.shape[1]
+        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits
+
+    @torch.inference_mode()
+    def rebuilt(self, rows: torch.Tensor) -> torch.Tensor:
+        """The same from the weights, in float32: rows @ unembedding + bias, softcap, then scale, cut to the vocabulary."""
+        head, rows = self._head, rows.float()
+        pieces = [rows @ piece.float().T for piece in head.weight[: self._d_vocab].split(REBUILD_COLUMNS)]
+        logits = torch.cat(pieces, dim=1)
+        if head.bias is not None:
+            logits = logits + head.bias[: logits.shape[1]].float()
+        if head.softcap:
+            logits = head.softcap * torch.tanh(logits / head.softcap)
+        return self._widened(logits * head.scale)
+
+    def check(self, rows: torch.Tensor | None, seen: torch.Tensor) -> None:
+        """Compare the rebuilt logits of the watched forward's last final-norm row with the engine's own."""
+        got = self.rebuilt(rows[-1:]) if rows is not None and self._head is not None else None
+        largest = seen.abs().max()
+        self._rebuild_error = float("inf") if got is None else float((got - seen[-1:]).abs().max() / largest)
+
+    def end(self) -> dict[str, Any]:
+        """What follows the unembedding (softcap, scale), and how far the rebuilt logits are from the engine's, relative to
+        the largest."""
+        return {"softcap": self._head and self._head.softcap, "scale": self._head and self._head.scale,
+                "rebuild_error": self._rebuild_error}
 
     @torch.inference_mode()
     def directions(self, ids: list[int]) -> dict[str, Any]:

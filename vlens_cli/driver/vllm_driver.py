@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from vlens_cli import hooks, params
-from vlens_cli.driver import boot, internals
+from vlens_cli.driver import boot, contract, internals
 from vlens_cli.driver.base import LOGITS, Captured, Edit, ForwardResult, Request, Result, Want
 from vlens_cli.driver.gather import Sharding
-from vlens_cli.driver.proof import PROOF_TOKENS, WRITTEN_TOGETHER
+from vlens_cli.driver.proof import PROOF_TOKENS, TOLERANCE, WRITTEN_TOGETHER
 from vlens_cli.driver.tokens import Tokens
 from vlens_cli.driver.unembed import UNEMBED_ROWS
 from vlens_cli.driver.weights import LiveWeights
@@ -27,24 +29,26 @@ from vlens_cli.query import EngineSpec
 # than these do not fill a processor.
 BATCH_SECONDS = 1.0
 LEAST_BATCH = 512
+FINAL = "ln_final.hook_out"
+FEATURES = frozenset({"capture", "batch", "interventions", "attention_mask", "new_tokens", "weight_access"})
 
 
 class VLLMDriver:
     """Runs forwards of one model and reads inside them.
 
+    architecture                 the model's class, as its config.json names it
     supported_hook_points        canonical names that the proof at load has passed, in the order of the forward
     non_fireable_hook_points     other names of the catalog -> why they are refused
     non_editable_hook_points     names that can be read, or not even that -> why they cannot be changed
     provides_sequence_logits     logits of every position, not only the last
     """
 
-    provides_sequence_logits = True
-
     def __init__(self, spec: EngineSpec, plan: boot.Plan, catalog: Catalog) -> None:
         """Build the engine and prove its points. Raises StartError."""
         self.spec = spec
         self.plan = plan
         self.catalog = catalog
+        self.architecture: str = _architecture(spec.model)
         self._rate = 0.0
         self._llm = boot.boot(spec, plan)
         with boot.translated():
@@ -52,6 +56,9 @@ class VLLMDriver:
         self.non_fireable_hook_points: dict[str, str] = {**located["refused"], **self._prove(located["points"])}
         self.supported_hook_points = tuple(n for n in catalog.names if n not in self.non_fireable_hook_points)
         self.non_editable_hook_points = self._prove_writes()
+        self._end = contract.agreed(self._llm.collective_rpc("vlens_end"))
+        self.provides_sequence_logits = LOGITS in self.supported_hook_points or (
+            FINAL in self.supported_hook_points and self.probe_logit_reconstruction())
 
     @property
     def tokenizer(self) -> Any:
@@ -65,7 +72,8 @@ class VLLMDriver:
         self.close()
 
     def supports(self, feature: str) -> bool:
-        return feature in {"capture", "batch", "sequence_logits"}
+        """Whether this driver has a capability, by a word of ours or of TransformerLens' KNOWN_FEATURES."""
+        return feature in FEATURES or feature == "sequence_logits" and self.provides_sequence_logits
 
     def run(
         self, requests: Sequence[Request], cancelled: Callable[[], bool] = lambda: False,
@@ -138,27 +146,63 @@ class VLLMDriver:
         input_ids: Any,
         *,
         capture: Sequence[str] = (),
-        intervene: dict[str, Any] | None = None,
+        intervene: Mapping[str, Any] | None = None,
         max_new_tokens: int = 1,
         return_logits: bool = True,
         attention_mask: Any = None,
+        feed_last: bool = False,
     ) -> ForwardResult:
         """TransformerLens' `Driver.forward`: token ids [pos], [batch, pos] or a ragged list of lists.
 
-        `capture` names hook points, one each, by any of their names, which are the keys of what comes back; tensors
-        keep a batch axis, right-padded (captures 0, logits -inf).
-        Raises UsageError for what this version does not do (edits, masks) and for unknown names.
+        capture         hook points, one each, by any of their names, which are the keys of what comes back
+        intervene       hook name -> spec, or list of specs in order: `contract.edits`
+        max_new_tokens  all but the last of them are fed, and have rows; with `feed_last` the last one too
+        attention_mask  of the ids' shape, 0 at padding on the left or the right: rows come back at their own places
+
+        Logits are the engine's own; where the proof at load refused those, rebuilt ones; where neither can be had
+        (`provides_sequence_logits` is False) log-probabilities after the prompt, -inf elsewhere.
+        Raises UsageError before the forward, QueryError after it.
         """
-        if intervene or attention_mask is not None:
-            raise UsageError("this version of the driver takes no interventions and no attention mask")
+        if isinstance(capture, str) or type(max_new_tokens) is not int or max_new_tokens < 1:
+            raise UsageError("capture is a list of names, and max_new_tokens a whole number above 0")
+        at = contract.spans(input_ids, attention_mask)
         asked = {name: self._canonical(name) for name in capture}
-        names = dict.fromkeys([*asked.values(), *([LOGITS] if return_logits else [])], Want())
-        prompts = _ragged(input_ids)
-        results = self.run([Request(ids, names, max_new_tokens) for ids in prompts])
-        captured = {name: _padded([r.captured[is_].value for r in results], 0.0) for name, is_ in asked.items()}
-        logits = _padded([r.captured[LOGITS].value for r in results], float("-inf")) if return_logits else None
-        new = torch.nn.utils.rnn.pad_sequence([torch.tensor(r.new_tokens) for r in results], batch_first=True)
-        return ForwardResult(logits, captured, new, results)
+        new = max_new_tokens + feed_last
+        source = self._logits_source if return_logits else None
+        wants = dict.fromkeys([*asked.values(), *([source] if source else [])], Want())
+        edits = [contract.edits(intervene, self.catalog, self._canonical, span, len(span.ids) + new - 1) for span in at]
+        results = self.run([Request(span.ids, wants, new, edit, return_logits and source is None)
+                            for span, edit in zip(at, edits, strict=True)])
+        captured = {name: contract.put_back([r.captured[is_].value for r in results], at, 0.0) for name, is_ in asked.items()}
+        logits = [self._logits_of(r, len(span.ids)) for r, span in zip(results, at, strict=True)] if return_logits else None
+        return ForwardResult(
+            logits=None if logits is None else contract.put_back(logits, at, float("-inf")), captured=captured,
+            new_tokens=torch.tensor([r.new_tokens[:max_new_tokens] for r in results]), raw_output=results,
+            rows=tuple(range(span.start, span.start + len(span.ids) + new - 1) for span in at),
+        )
+
+    @property
+    def _logits_source(self) -> str | None:
+        """The hook point that logits come from; None where the sampler's log-probabilities must do."""
+        if LOGITS in self.supported_hook_points:
+            return LOGITS
+        return FINAL if self.provides_sequence_logits else None
+
+    def _logits_of(self, result: Result, prompt: int) -> torch.Tensor:
+        """[pos, d_vocab] of every fed token."""
+        if self._logits_source == LOGITS:
+            return result.captured[LOGITS].value
+        if self._logits_source == FINAL:
+            rows = result.captured[FINAL].value
+            return torch.cat([self._call("vlens_rebuild", piece).cpu() for piece in rows.split(UNEMBED_ROWS)])
+        logits = torch.full((prompt + len(result.new_tokens) - 1, self.catalog.dims.d_vocab), float("-inf"))
+        logits[prompt - 1] = result.final_logprobs
+        return logits
+
+    def probe_logit_reconstruction(self) -> bool:
+        """Whether logits rebuilt from the weights (final norm @ unembedding + bias, softcap, scale) equalled the engine's
+        own at load."""
+        return self._end["rebuild_error"] <= TOLERANCE[getattr(torch, self.plan.dtype)]
 
     def get_param(self, name: str) -> torch.Tensor:
         """TransformerLens' `Driver.get_param`: a live weight, by any of its names, without selectors.
@@ -181,7 +225,7 @@ class VLLMDriver:
         return [found]
 
     def close(self) -> None:
-        """Free the engine; a second call does nothing."""
+        """Free the engine, and leave other drivers of this process alone; a second call does nothing."""
         if self._llm is None:
             return
         self._call("vlens_drop")
@@ -251,10 +295,14 @@ class VLLMDriver:
         for edit in request.edits:
             self._check_edit(edit, len(request.tokens) + request.max_new_tokens - 1)
         for name in request.capture:
-            if name in self.non_fireable_hook_points:
-                raise HookError(f"{name} is refused: {self.non_fireable_hook_points[name]}", code="hook_refused")
-            if name not in self.catalog.points:
-                raise HookError(f"no such hook point in this model: {name}")
+            self.check_readable(name)
+
+    def check_readable(self, name: str) -> None:
+        """Raises HookError for a canonical name that this engine does not give."""
+        if name in self.non_fireable_hook_points:
+            raise HookError(f"{name} is refused: {self.non_fireable_hook_points[name]}", code="hook_refused")
+        if name not in self.catalog.points:
+            raise HookError(f"no such hook point in this model: {name}")
 
     def _check_edit(self, edit: Edit, fed: int) -> None:
         """Raises UsageError, before the forward, for what would not be applied as it was meant."""
@@ -285,7 +333,7 @@ class VLLMDriver:
                 self._call("vlens_edit", key, r.edits)
             engine.add_request(key, {"prompt_token_ids": list(r.tokens)}, SamplingParams(
                 max_tokens=r.max_new_tokens, temperature=0.0, ignore_eos=True, detokenize=False,
-                extra_args={"vlens": {"key": key, "capture": capture}},
+                logprobs=-1 if r.final_logprobs else None, extra_args={"vlens": {"key": key, "capture": capture}},
             ))
         finished: dict[str, Any] = {}
         while engine.has_unfinished_requests():
@@ -303,7 +351,17 @@ class VLLMDriver:
         for edit, fired in zip(request.edits, taken["fired"], strict=True):
             if not fired:
                 raise QueryError(f"an edit of {edit.name} was asked and never applied", code="edit_missing")
-        return Result(captured, new, taken["chunks"], tuple(taken["fired"]))
+        logprobs = self._final_logprobs(output) if request.final_logprobs else None
+        return Result(captured, new, taken["chunks"], tuple(taken["fired"]), logprobs)
+
+    def _final_logprobs(self, output: Any) -> torch.Tensor:
+        """[d_vocab] of the first new token, by the engine's sampler; -inf where it names none."""
+        found = output.outputs[0].logprobs[0]
+        logprobs = torch.full((self.catalog.dims.d_vocab,), float("-inf"))
+        for token, one in found.items():
+            if token < len(logprobs):
+                logprobs[token] = one.logprob
+        return logprobs
 
     def _abandon(self) -> None:
         """Leave nothing of a broken-off batch in the scheduler or in the worker."""
@@ -348,11 +406,6 @@ def _proof_tokens(d_vocab: int, count: int) -> tuple[int, ...]:
     return tuple((3 + n * max(1, d_vocab // (count + 1))) % d_vocab for n in range(max(count, 1)))
 
 
-def _ragged(input_ids: Any) -> list[tuple[int, ...]]:
-    rows = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
-    rows = rows if rows and not isinstance(rows[0], int) else [rows]
-    return [tuple(row.tolist() if hasattr(row, "tolist") else row) for row in rows]
-
-
-def _padded(values: list[torch.Tensor], fill: float) -> torch.Tensor:
-    return torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=fill)
+def _architecture(folder: str) -> str:
+    named = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["architectures"]
+    return named if isinstance(named, str) else named[0]

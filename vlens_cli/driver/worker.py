@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from vlens_cli.driver import internals
+from vlens_cli.driver import internals, writes
 from vlens_cli.driver.base import LOGITS, Edit, Want
 from vlens_cli.driver.gather import Sharding
 from vlens_cli.driver.locate import Locator
@@ -88,7 +88,16 @@ class LensWorker(EngineWorker):
 
     def vlens_unembed(self, rows: torch.Tensor, positions: Sequence[int], edits: tuple[Edit, ...]) -> torch.Tensor:
         """Logits [rows, d_vocab], on the device, of a few final-norm rows of one request, after its edits of them."""
-        return self._unembed(rows.to(self.device), Record.of("", {}, edits), positions)
+        record = Record.of("", {}, (writes.on_device(edit, self.device) for edit in edits))
+        return self._unembed(rows.to(self.device), record, positions)
+
+    def vlens_rebuild(self, rows: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, d_vocab] of a few final-norm rows, from the weights, without the engine's own unembedding."""
+        return self._unembedding.rebuilt(rows.to(self.device))
+
+    def vlens_end(self) -> dict[str, Any]:
+        """Softcap and scale of the logits, and how far the rebuilt ones are off: see `Unembedding.end`."""
+        return self._unembedding.end()
 
     def vlens_lens(self, rows: torch.Tensor) -> torch.Tensor:
         """Logits [rows, d_vocab], on the device, of a few rows of the stream, through the final norm of each."""
@@ -108,6 +117,7 @@ class LensWorker(EngineWorker):
         logits = self._unembedding.seen()
         record = self._taps.take(key)
         values = {name: self._finish(record, name)[0].to(self.device) for name in record.wants if name in record.pieces}
+        self._unembedding.check(values.get("ln_final.hook_out"), logits)
         proof = Proof(self._locator, values, logits, tokens)
         silent = {name: f"it never fired in the proof at load: {record.fault or 'nothing called its module'}"
                   for name in record.wants if name not in record.pieces}
