@@ -153,7 +153,7 @@ def small(asked: argparse.Namespace, environment: dict[str, str]) -> None:
     if python := lens_python():
         folder = settings_of(asked.model)["arguments"]["model"]
         lens = statistics.median(
-            timed([python, "-c", LENS, folder, prompt()], environment)[0] for _ in range(LENS_RUNS))
+            timed([python, "-c", LENS, folder, prompt()], environment | {"HF_HUB_OFFLINE": "1"})[0] for _ in range(LENS_RUNS))
         print(f"TransformerLens median {lens * 1000:6.0f} ms: {lens / median['capture']:.1f} times a warm capture")
     allowed = median["import"] + 1.5 * median["generate"] + 0.03
     print(f"capture over import + 1.5 generate + 30 ms: {median['capture'] / allowed:.2f}")
