@@ -39,6 +39,8 @@ define install
 	    $(BIN)/python -m pip install --extra-index-url $(TORCH_CPU_INDEX) -e '.[$(1)]' && ok=1; \
 	  fi; }; \
 	rm -f $(BEGUN); [ $$ok = 1 ]
+	@# A warm command is mostly imports, and -e compiles nothing.
+	@$(BIN)/python -m compileall -q vlens_cli
 	@touch $@
 endef
 

@@ -10,23 +10,30 @@ from pathlib import Path
 
 import pytest
 
+from vlens_cli import env
 from vlens_cli.cli import generate
 from vlens_cli.cli.completions import SHELLS
 from vlens_cli.cli.main import COMMANDS
 
-FILES = Path(__file__).parents[2] / "completions"
+ROOT = Path(__file__).parents[2]
+FILES = ROOT / "completions"
 
 
 def test_files_are_current():
-    assert generate.stale(FILES) == [], "run: python -m vlens_cli.cli.generate --write"
+    assert generate.stale(ROOT) == [], "run: python -m vlens_cli.cli.generate --write"
 
 
 def test_a_stale_file_is_seen(tmp_path):
+    (tmp_path / "README.md").write_text(f"before\n\n{generate.TABLE}| `OLD` | x | y |\n\nafter\n")
+    written = [*(tmp_path / "completions" / name for name in SHELLS.values()), tmp_path / "README.md"]
+    assert generate.stale(tmp_path) == written
     generate.write(tmp_path)
     assert generate.stale(tmp_path) == []
-    (tmp_path / "_vlens").write_text("old")
-    assert generate.stale(tmp_path) == [tmp_path / "_vlens"]
-    assert generate.stale(FILES / "none") == [FILES / "none" / name for name in SHELLS.values()]
+    readme = (tmp_path / "README.md").read_text()
+    assert readme.startswith("before\n\n| variable |") and readme.endswith(" |\n\nafter\n") and "OLD" not in readme
+    assert all(f"| `{each.name}` |" in readme for each in env.VARIABLES)
+    (tmp_path / "completions" / "_vlens").write_text("old")
+    assert generate.stale(tmp_path) == [tmp_path / "completions" / "_vlens"]
 
 
 @pytest.mark.parametrize("shell_name", SHELLS)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
+import sys
+import types
 
 import pytest
 import torch
@@ -41,6 +44,29 @@ def test_a_capture_that_memory_cannot_hold_is_refused_with_both_numbers(opened, 
     monkeypatch.setattr(memory, "available", lambda: 4 * 512 * 3)
     with pytest.raises(pytest.fail.Exception, match="engine was started"):
         ask(opened(), "logits[pos=0]")
+
+
+@pytest.mark.parametrize("written", ["model.safetensors", "model-2.safetensors", None])
+def test_files_that_change_while_the_engine_reads_them_are_refused(tiny, tmp_path, monkeypatch, written):
+    folder = shutil.copytree(tiny("llama"), tmp_path / "model")
+    closed = []
+
+    class Reads:
+        def __init__(self, *_):
+            if written:
+                (folder / written).touch()
+
+        def close(self):
+            closed.append(self)
+
+    monkeypatch.setitem(sys.modules, "vlens_cli.driver.vllm_driver", types.SimpleNamespace(VLLMDriver=Reads))
+    one = session.Session(EngineSpec(str(folder), "tiny"), json.loads((folder / "config.json").read_text()))
+    if written is None:
+        assert isinstance(one.driver(lambda text: None), Reads)
+        return
+    with pytest.raises(StartError, match="changed while the engine read them") as caught:
+        one.driver(lambda text: None)
+    assert caught.value.code == "model_changed" and len(closed) == 1 and not one.started
 
 
 def test_a_prompt_longer_than_one_chunk_is_refused_only_when_asked(opened):

@@ -22,12 +22,11 @@ from typing import NamedTuple
 
 from vlens_cli import __version__, env
 from vlens_cli.errors import StartError
+from vlens_cli.models.folder import stamps
 from vlens_cli.query import EngineSpec
 
 # sun_path holds 108 bytes with its end.
 LONGEST_SOCKET = 106
-# Files of a model folder that decide what is loaded.
-MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".jinja", ".txt", ".tiktoken")
 # Beside VLLM_*: variables that choose devices or change numbers.
 NUMBER_VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TRITON_F32_DEFAULT", "CUBLAS_WORKSPACE_CONFIG",
@@ -178,17 +177,11 @@ def _made(path: Path, last: bool) -> bool:
 
 
 def fingerprint(spec: EngineSpec) -> str:
-    """16 hex digits that name an engine: what it is started with, the model's files by size and time, this Python and
+    """16 hex digits that name an engine: what it is started with, the model's files by size and times, this Python and
     the variables that change numbers. Two commands with one fingerprint share an engine."""
     fields = spec.as_json() | {"name": None}
-    parts = [fields, _files(spec.model), sys.executable, sys.prefix, _engine_packages(), _variables()]
+    parts = [fields, stamps(spec.model), sys.executable, sys.prefix, _engine_packages(), _variables()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _files(folder: str) -> list[tuple[str, int, int]]:
-    with os.scandir(folder) as entries:
-        seen = [(entry.name, entry.stat()) for entry in entries if entry.name.endswith(MODEL_FILES) and entry.is_file()]
-    return sorted((name, found.st_size, found.st_mtime_ns) for name, found in seen)
 
 
 def _engine_packages() -> list[str]:

@@ -15,8 +15,9 @@ from vlens_cli import checkpoint, memory
 from vlens_cli.driver import boot, room
 from vlens_cli.driver.base import Request, Result
 from vlens_cli.driver.tokens import Fed, Tokens
-from vlens_cli.errors import PromptError, QueryError, UsageError
+from vlens_cli.errors import PromptError, QueryError, StartError, UsageError
 from vlens_cli.families import catalog_for, check_checkpoint
+from vlens_cli.models.folder import stamps
 from vlens_cli.query import RUNNING, EngineSpec, Prompt, Query, Reply, StartQuery
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Session:
     """Answers queries about one model in this process. `config` is its parsed config.json."""
 
     def __init__(self, spec: EngineSpec, config: dict[str, Any]) -> None:
+        self._stamps = stamps(spec.model)
         self.spec = spec
         self._config = config
         self.catalog = catalog_for(config)
@@ -109,7 +111,12 @@ class Session:
                 with boot.translated():
                     from vlens_cli.driver.vllm_driver import VLLMDriver
                     self._check_pickled()
-                self._driver = VLLMDriver(self.spec, self.plan, self.catalog)
+                driver = VLLMDriver(self.spec, self.plan, self.catalog)
+            if stamps(self.spec.model) != self._stamps:
+                driver.close()
+                raise StartError("the model's files were changed while the engine read them", code="model_changed",
+                                 hint="run it again when they are all written")
+            self._driver = driver
         return self._driver
 
     def _check_pickled(self) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vlens_cli.errors import StartError
+
+LOADED = (".json", ".safetensors", ".bin", ".model", ".jinja", ".txt", ".tiktoken")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,14 @@ def load(folder: Path, name: str, revision: str | None) -> Model:
         raise _broken(f"{len(missing)} weight files are missing from {folder}: {missing[0]}"
                       + (" and others" if len(missing) > 1 else ""))
     return Model(name, folder, revision, config)
+
+
+def stamps(folder: str | Path) -> list[tuple[str, int, int, int]]:
+    """What tells the files that decide what is loaded from any that were there before or come later: name, size, and the
+    times of the last change, of which the second cannot be set."""
+    with os.scandir(folder) as entries:
+        seen = [(entry.name, entry.stat()) for entry in entries if entry.name.endswith(LOADED) and entry.is_file()]
+    return sorted((name, found.st_size, found.st_mtime_ns, found.st_ctime_ns) for name, found in seen)
 
 
 def is_whole(folder: Path) -> bool:
