@@ -165,6 +165,7 @@ def test_every_forward_that_an_edit_was_applied_in_is_counted(session, tiny):
     (prompt,) = ask(session(tiny("llama")), base, expressions, source, max_new_tokens=20)["prompts"]
     assert [edit["fired"] for edit in prompt["edits"]] == [20, 1, 19, 19, 19, 19, 3]
     assert len(prompt["patched"]["new_tokens"]) == 20 and prompt["patched"]["text"] is None
+    assert prompt["chunks"] == 1
 
 
 def test_kl_and_probabilities_are_those_of_the_logits(session, tiny):

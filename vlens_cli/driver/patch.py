@@ -68,7 +68,8 @@ def _compare(session: Session, query: PatchQuery, fed: Sequence[Fed], asked: Seq
         source = sources[plan.source_of(n)] if sources else None
         runs = {"base": base, "patched": patched} | ({"source": source} if source else {})
         prompts.append({
-            "text": f.text, "chunks": patched.chunks, "tokens": token_rows(f), "edits": edited.body(patched.fired),
+            "text": f.text, "chunks": patched.chunks - query.max_new_tokens + 1, "tokens": token_rows(f),
+            "edits": edited.body(patched.fired),
             **{name: run_body(session, query, run, name != "source") for name, run in runs.items()},
             **({"source_tokens": token_rows(plan.sources[plan.source_of(n)])} if source else {}),
             "effect": _effect({name: row_of(run) for name, run in runs.items()}, asked, metric),
