@@ -251,12 +251,12 @@ def test_a_pattern_that_matches_nothing():
 
 
 @pytest.mark.parametrize(
-    "typed", ["blocks.3.attn.hook_pattern", "blocks.*.attn.hook_pattern", "blocks.0.attn.hook_patt*"]
+    "typed", ["blocks.3.mlp.hook_router_logits", "blocks.*.mlp.hook_router_logits", "blocks.0.mlp.hook_rout*"]
 )
 def test_a_refused_name_gives_the_reason(typed):
     error = fault(typed)
     assert error.code == "hook_refused"
-    assert "the engine never forms attention patterns" in error.message
+    assert "this family has no mixture of experts" in error.message
 
 
 # Selectors
@@ -292,6 +292,12 @@ def test_dims_are_of_the_last_axis():
     assert select("blocks.0.hook_resid_pre[dim=-2:]")[0].dim == (62, 63)
     with pytest.raises(HookError, match="there is no dim 1 in blocks.0.ln1.hook_scale"):
         select("blocks.0.ln1.hook_scale[dim=1]")
+
+
+def test_where_the_last_axis_is_the_keys_dims_wait_for_the_tokens():
+    (one,) = select("blocks.0.attn.hook_pattern[head=-1][pos=3]", dim="0,-2:")
+    assert (one.head, one.dim, one.pos) == ((7,), None, (Index(3),))
+    assert one.key == (Index(0), Slice(-2, None))
 
 
 def test_the_same_hook_twice_is_one():

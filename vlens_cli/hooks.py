@@ -103,12 +103,17 @@ class HookRequest:
 
 @dataclass(frozen=True)
 class Selected:
-    """One hook point to read. Positions stay items, for they need the tokens; None selects everything."""
+    """One hook point to read; None selects everything.
+
+    Positions stay items, for they need the tokens: `pos` (of the queries, in attention patterns and scores), and `key`,
+    which is what [dim=...] means where the last axis is the keys.
+    """
 
     name: str
     pos: Items | None = None
     head: tuple[int, ...] | None = None
     dim: tuple[int, ...] | None = None
+    key: Items | None = None
 
 
 # Parsing
@@ -438,12 +443,10 @@ def _selected(
 ) -> Selected:
     pos, head, dim = (getattr(request, axis) or defaults[axis] for axis in ("pos", "head", "dim"))
     axes = catalog.axes(name)
-    return Selected(
-        name,
-        pos=pos,
-        head=None if head is None else _heads(name, head, axes, catalog),
-        dim=None if dim is None else indices(dim, catalog.size(axes[-1]), "dim", name),
-    )
+    heads = None if head is None else _heads(name, head, axes, catalog)
+    if axes[-1] == "key":
+        return Selected(name, pos=pos, head=heads, key=dim)
+    return Selected(name, pos=pos, head=heads, dim=None if dim is None else indices(dim, catalog.size(axes[-1]), "dim", name))
 
 
 def _heads(name: str, items: Items, axes: tuple[str, ...], catalog: HookCatalog) -> tuple[int, ...]:

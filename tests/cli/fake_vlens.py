@@ -82,6 +82,8 @@ def _prompt(spec: EngineSpec, query: CaptureQuery, prompt) -> dict:
 def _hook(one: hooks.Selected, catalog, n_tokens: int, values: bool) -> dict:
     where = hooks.positions(one.pos, n_tokens, lambda text: []) if one.pos else range(n_tokens)
     axes = catalog.axes(one.name)
+    if axes[-1] == "key":
+        return _table(one, catalog, n_tokens, list(where), values)
     inner = [catalog.size(axis) for axis in axes[1:]]
     inner[-2:-1] = [len(one.head)] if one.head else inner[-2:-1]
     return {
@@ -92,6 +94,24 @@ def _hook(one: hooks.Selected, catalog, n_tokens: int, values: bool) -> dict:
         "derived": catalog.derived(one.name),
         "positions": list(where),
         "rows": [_row(pos, inner, values) for pos in where],
+    }
+
+
+def _table(one: hooks.Selected, catalog, n_tokens: int, where: list[int], values: bool) -> dict:
+    """A pattern that looks at the query itself: 0.9, and at the first position: 0.1."""
+    heads = list(one.head or range(catalog.size("head")))
+    keys = list(hooks.positions(one.key, n_tokens, lambda text: []) if one.key else range(n_tokens))
+    rows = []
+    for head in heads:
+        for pos in where:
+            exact = [0.9 * (key == pos) + 0.1 * (key == 0) for key in keys]
+            rows.append({"head": head, "pos": pos, "entropy": 0.325083, "top": [{"key": pos, "value": 0.9}],
+                         **({"percent": [round(100 * share) for share in exact]} if n_tokens <= 200 else {}),
+                         **({"values": exact} if values else {})})
+    return {
+        **({"heads": heads} if one.head else {}), **({"dims": keys} if one.key else {}),
+        "shape": [len(heads), len(where), len(keys)], "dtype": "float32", "axes": list(catalog.axes(one.name)),
+        "derived": True, "positions": where, "rows": rows,
     }
 
 

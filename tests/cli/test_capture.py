@@ -164,7 +164,7 @@ def test_an_argument_that_is_not_utf8(shell, hook):
         ("blocks.9.hook_resid_post", "this model has layers 0 to 3"),
         ("blocks.3.attn.hook_k[head=2]", "the kv heads are 0 to 1"),
         ("blocks.3.hook_resid_post[head=0]", "has no heads"),
-        ("blocks.3.attn.hook_pattern", "never forms attention patterns"),
+        ("blocks.3.mlp.hook_router_logits", "no mixture of experts"),
         ("blocks.3.hook_resid_post[pos=x]", "\n                               ^"),
     ],
 )
@@ -253,6 +253,34 @@ def test_values_in_tables_are_all_there(shell, hook):
     assert [f"pos 2, head {head}: 2 2.001" in table for head in range(5)] == [True] * 4 + [False]
     values = json.loads(shell.fake("capture", *args).stdout)["prompts"][0]["hooks"][hook]["rows"][0]["values"]
     assert values == [2 + i / 1000 for i in range(8)]
+
+
+def test_a_pattern_is_a_heat_map_a_head(shell):
+    out = shell.fake("capture", "--hook", "blocks.0.attn.hook_pattern[head=1,3]", "--table", "hello").stdout
+    assert "[head 2, query 3, key 3] float32  heads 1, 3  (derived)" in out
+    assert "keys 0 to 2, left to right: · below 1%, ░ below 10%, ▒ below 33%, ▓ below 66%, █ more" in out
+    lines = out.splitlines()
+    assert [line for line in lines if line.startswith("head ")] == ["head 1", "head 3"]
+    maps = [line.split('"  ')[1][:4] for line in lines if line.strip().startswith(("0  ", "1  ", "2  "))]
+    assert maps == ["█   ", "▒█  ", "▒·█ "] * 2
+    assert '2 " \\x1b[31m[bold]\\u202e\\n": 0.9' in out and "0.325083" in out
+    assert "\x1b" not in out
+
+
+def test_a_heat_map_in_a_locale_without_blocks(shell):
+    done = shell.fake("capture", "--hook", "blocks.0.attn.hook_pattern[head=1]", "--table", "hello",
+                      env={"PYTHONIOENCODING": "ascii"})
+    assert "|+.@  |" in done.stdout and "@ more" in done.stdout
+
+
+def test_keys_are_chosen_by_dim_and_too_many_have_no_heat_map(shell):
+    out = shell.fake("capture", "--hook", "blocks.0.attn.hook_pattern[head=1][dim=0,2][pos=-1]", "--table", "--values",
+                     "hello").stdout
+    assert "[head 1, query 1, key 2] float32  heads 1  keys 0, 2" in out and "keys 0, 2, left to right" in out
+    assert "▒█" in out and "head 1, pos 2: 0.1 0.9" in out
+    many = shell.fake("capture", "--hook", "blocks.0.attn.hook_pattern[head=1][pos=-1]", "--table", "hello",
+                      env={"FAKE_TOKENS": "201"}).stdout
+    assert "too many keys for a heat map; [dim=...] chooses some" in many and "200" in many and "█" not in many
 
 
 def test_selected_heads_keep_their_numbers(shell):

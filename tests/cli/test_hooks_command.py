@@ -27,7 +27,9 @@ def test_the_whole_catalog(shell):
     assert not entries["blocks.0.attn.hook_z"]["derived"] and entries["hook_embed"]["definition"]
     assert entries["blocks.0.attn.hook_z"]["editable"] and not entries["blocks.0.ln1.hook_scale"]["editable"]
     refused = {entry["name"]: entry["reason"] for entry in body["refused"]}
-    assert "never forms attention patterns" in refused["blocks.{i}.attn.hook_pattern"]
+    assert "no mixture of experts" in refused["blocks.{i}.mlp.hook_router_logits"]
+    pattern = entries["blocks.2.attn.hook_pattern"]
+    assert (pattern["axes"], pattern["shape"]) == (["head", "query", "key"], [4, None, None]) and pattern["derived"]
 
 
 def test_patterns_choose_in_the_order_of_the_forward(shell):
@@ -44,7 +46,9 @@ def test_the_table_folds_layers(shell):
     row = next(line for line in out.splitlines() if line.startswith("blocks.{i}.attn.hook_k "))
     assert all(cell in row for cell in ("0-3", "[pos, kv_head 2, d_head 2]", "the engine"))
     assert "blocks.0." not in out and "blocks.{i}.hook_out" not in out
-    assert "not given" in out and "never forms attention patterns" in out
+    assert "not given" in out and "no mixture of experts" in out
+    pattern = next(line for line in out.splitlines() if line.startswith("blocks.{i}.attn.hook_pattern "))
+    assert "[head 4, query, key]" in pattern and "vlens" in pattern
 
 
 def test_the_table_by_layer(shell):
@@ -81,7 +85,7 @@ def test_a_real_folder(shell):
     [
         ("blocks.0.hook_resid_pst", "did you mean blocks.0.hook_resid_post"),
         ("blocks.4.hook_resid_post", "layers 0 to 3"),
-        ("blocks.0.attn.hook_result", "never forms per-head results"),
+        ("blocks.0.mlp.hook_router_logits", "no mixture of experts"),
         ("hook_embed[pos=1]", "takes no selectors"),
     ],
 )

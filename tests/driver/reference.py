@@ -208,6 +208,8 @@ class Probe:
             logits = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits
         self._keep("unembed.hook_out", logits)
         self._add_norm_parts()
+        self._add_head_norm_parts()
+        self._add_results()
         return self.captures
 
     def close(self) -> None:
@@ -275,6 +277,8 @@ class Probe:
         self._on_output(self.model.get_submodule(tree.final_norm), "ln_final.hook_out")
         if tree.rotation:
             self._hook_rotation()
+        for i in range(self.widths.layers):
+            self._hook_softmax(i)
 
     def _hook_block(self, i: int) -> None:
         tree, block, at = self.tree, self.block(i), f"blocks.{i}"
@@ -352,6 +356,47 @@ class Probe:
         for i in range(self.widths.layers):
             attention = self.block(i).get_submodule(self.tree.attention)
             attention.register_forward_pre_hook(lambda *_, i=i: setattr(self, "layer", i))
+
+    def _hook_softmax(self, i: int) -> None:
+        """What the softmax inside an attention is given and what it gives, [1, head, query, key], without sinks."""
+        softmax = nn.functional.softmax
+
+        def keep(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            out = softmax(x, *args, **kwargs)
+            for name, table in (("attn_scores", x), ("pattern", out)):
+                assert f"blocks.{i}.attn.hook_{name}" not in self.captures, f"{name} fired twice"
+                kept = table[0, :, :, : len(self.tokens)].clone()
+                self.captures[f"blocks.{i}.attn.hook_{name}"] = kept.to(self.captures[f"blocks.{i}.attn.hook_q"].dtype)
+            return out
+
+        def swap(by: Any) -> Any:
+            return lambda *_: setattr(nn.functional, "softmax", by)
+
+        attention = self.block(i).get_submodule(self.tree.attention)
+        attention.register_forward_pre_hook(swap(keep))
+        attention.register_forward_hook(swap(softmax), always_call=True)
+
+    def _add_results(self) -> None:
+        """Each head's z through its columns of the output projection: no module forms it."""
+        for i in range(self.widths.layers):
+            z = self.captures[f"blocks.{i}.attn.hook_z"]
+            weight = self.block(i).get_submodule(self.tree.o).weight.double()
+            weight = (weight.T if self.tree.transposed else weight).unflatten(1, z.shape[1:])
+            with torch.no_grad():
+                result = torch.einsum("phd,mhd->phm", z.double(), weight)
+            self.captures[f"blocks.{i}.attn.hook_result"] = result.to(z.dtype)
+
+    def _add_head_norm_parts(self) -> None:
+        """The same as _add_norm_parts for norms of queries and keys, over each head or over all."""
+        for i in range(self.widths.layers):
+            for c, path in (("q", self.tree.q_norm), ("k", self.tree.k_norm)):
+                if path:
+                    x = self.captures[f"blocks.{i}.attn.hook_{c}"]
+                    seen = as_normed(self.block(i).get_submodule(path), x if x.dtype == torch.float64 else x.float())
+                    centred = self.centred(seen)
+                    scale = root_mean_square(centred, norm_eps(self.config))
+                    self.captures[f"blocks.{i}.attn.{c}_norm.hook_scale"] = scale.to(x.dtype)
+                    self.captures[f"blocks.{i}.attn.{c}_norm.hook_normalized"] = (centred / scale).to(x.dtype).view_as(x)
 
     def norm_sources(self) -> dict[str, str]:
         """Norm -> what it normalizes, by hook names."""
@@ -476,6 +521,7 @@ def attention_identities(probe: Probe, v: Captures, i: int) -> Iterator[Identity
         for c, x in (("q", q), ("k", k)):
             norm = block.get_submodule(getattr(tree, f"{c}_norm"))
             yield f"{c}_normed = norm({c})", v[f"attn.hook_{c}_normed"], head_norm(probe, norm, x), False
+            yield from head_norm_identities(probe, norm, v, c)
         q, k = v["attn.hook_q_normed"].double(), v["attn.hook_k_normed"].double()
     if tree.rotation:
         angles, scale = rotary_angles(config, i, probe.widths.d_head, len(q), v["attn.hook_q"].dtype)
@@ -484,8 +530,30 @@ def attention_identities(probe: Probe, v: Captures, i: int) -> Iterator[Identity
         q, k = v["attn.hook_rot_q"].double(), v["attn.hook_rot_k"].double()
     z = attention(probe, i, q, k, v["attn.hook_v"].double())
     yield "z = softmax(q k) v", v["attn.hook_z"], z, False
+    yield from table_identities(probe, i, v, q, k)
+    o = block.get_submodule(tree.o)
+    summed = v["attn.hook_result"].double().sum(1) + (0 if o.bias is None else o.bias.double())
+    yield "results, summed over heads = attention", summed, v.get("attn.hook_out", v["hook_attn_out"]), False
     attn_out = apply(block.get_submodule(tree.o), v["attn.hook_z"].flatten(1), tree.transposed)
     yield "attention = z @ W_O", v.get("attn.hook_out", v["hook_attn_out"]), attn_out, False
+
+
+def head_norm_identities(probe: Probe, norm: nn.Module, v: Captures, c: str) -> Iterator[Identity]:
+    scale, normalized = (v[f"attn.{c}_norm.hook_{part}"].double() for part in ("scale", "normalized"))
+    seen = as_normed(norm, normalized)
+    yield f"{c}_norm: normalized * scale = {c}", seen * scale, probe.centred(as_normed(norm, v[f"attn.hook_{c}"].double())), False
+    yield f"{c}_normed = normalized * weight", v[f"attn.hook_{c}_normed"], weighed(probe, norm, seen).view_as(normalized), False
+
+
+def table_identities(probe: Probe, i: int, v: Captures, q: Tensor, k: Tensor) -> Iterator[Identity]:
+    """Scores and pattern by the formulas; and the pattern times v is z."""
+    want, table = scores_of(probe, i, q, k), v["attn.hook_pattern"].double()
+    hidden, scores = want.isinf(), v["attn.hook_attn_scores"].double()
+    yield "scores are lowest where hidden", (scores < -60000).float(), hidden.float(), True
+    yield "scores = q k", scores.masked_fill(hidden, 0), want.masked_fill(hidden, 0), False
+    yield "pattern = softmax of scores", table, pattern_of(probe, i, want), False
+    values = v["attn.hook_v"].double().repeat_interleave(len(table) // v["attn.hook_v"].shape[1], dim=1)
+    yield "pattern v = z", torch.einsum("hqk,khd->qhd", table, values), v["attn.hook_z"], False
 
 
 def mlp_identities(probe: Probe, v: Captures, i: int) -> Iterator[Identity]:
@@ -546,9 +614,12 @@ def weighed(probe: Probe, norm: nn.Module, x: Tensor) -> Tensor:
 
 def head_norm(probe: Probe, norm: nn.Module, x: Tensor) -> Tensor:
     """q or k [pos, head, d_head] after its norm, over each head or, where the weight says so, over all of them."""
-    flat = x.flatten(1) if norm.weight.numel() == x[0].numel() else x
-    centred = probe.centred(flat)
+    centred = probe.centred(as_normed(norm, x))
     return weighed(probe, norm, centred / root_mean_square(centred, norm_eps(probe.config))).view_as(x)
+
+
+def as_normed(norm: nn.Module, x: Tensor) -> Tensor:
+    return x.flatten(1) if norm.weight.numel() == x[0].numel() else x
 
 
 def apply(layer: nn.Module, x: Tensor, transposed: bool = False) -> Tensor:
@@ -633,11 +704,10 @@ def alibi_slopes(heads: int) -> Tensor:
     return 2.0 ** (-8 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)
 
 
-def attention(probe: Probe, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention in float64: q [pos, head, d_head], k and v with fewer heads; [pos, head, d_head]."""
+def scores_of(probe: Probe, i: int, q: Tensor, k: Tensor) -> Tensor:
+    """Scores in float64, [head, query, key], -inf where hidden: q [pos, head, d_head], k with fewer heads."""
     tree, config = probe.tree, probe.config
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * attention_scale(probe)
     if cap := getattr(config, "attn_logit_softcapping", None):
         scores = torch.tanh(scores / cap) * cap
@@ -645,11 +715,20 @@ def attention(probe: Probe, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = scores + alibi_slopes(q.shape[1])[:, None, None] * torch.arange(len(k))
     distance = torch.arange(len(q))[:, None] - torch.arange(len(q))[None, :]
     visible = (distance >= 0) & (distance < (window(config, i) or len(q)))
-    scores = scores.masked_fill(~visible, -torch.inf)
-    if tree.sinks:
-        sinks = probe.block(i).get_parameter(tree.sinks).double()
-        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], dim=-1)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
+    return scores.masked_fill(~visible, -torch.inf)
+
+
+def pattern_of(probe: Probe, i: int, scores: Tensor) -> Tensor:
+    if probe.tree.sinks:
+        sinks = probe.block(i).get_parameter(probe.tree.sinks).double()
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)], dim=-1)
+    return scores.softmax(-1)[..., : scores.shape[1]]
+
+
+def attention(probe: Probe, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention in float64: q [pos, head, d_head], k and v with fewer heads; [pos, head, d_head]."""
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    return torch.einsum("hqk,khd->qhd", pattern_of(probe, i, scores_of(probe, i, q, k)), v)
 
 
 def check(probe: Probe, values: Captures) -> dict[str, float]:
@@ -676,7 +755,9 @@ def check_shapes(probe: Probe, values: Captures, positions: int) -> None:
     for i in range(probe.widths.layers):
         expected |= {f"blocks.{i}.{name}": shape for name, shape in block_shapes(probe, i).items()}
     found = {name: tuple(value.shape) for name, value in values.items()}
-    assert found == {name: (positions, *shape) for name, shape in expected.items()}
+    tables = {f"blocks.{i}.attn.hook_{name}": (probe.widths.heads, positions, positions)
+              for i in range(probe.widths.layers) for name in ("attn_scores", "pattern")}
+    assert found == {name: (positions, *shape) for name, shape in expected.items()} | tables
     for name, value in values.items():
         assert value.isfinite().all(), f"{name} is not finite"
 
@@ -689,9 +770,12 @@ def block_shapes(probe: Probe, i: int) -> dict[str, tuple[int, ...]]:
     block: dict[str, tuple[int, ...]] = {f"hook_{name}": d_model for name in streams}
     turned = ("", "rot_") if tree.rotation else ("",)
     block |= {f"attn.hook_{turn}{c}": shape for turn in turned for c, shape in (("q", q), ("k", kv))}
-    block |= {"attn.hook_v": kv, "attn.hook_z": q}
+    block |= {"attn.hook_v": kv, "attn.hook_z": q, "attn.hook_result": (widths.heads, *d_model)}
     if tree.q_norm:
         block |= {"attn.hook_q_normed": q, "attn.hook_k_normed": kv}
+        for c, path, shape in (("q", tree.q_norm, q), ("k", tree.k_norm, kv)):
+            over_all = probe.block(i).get_submodule(path).weight.numel() == shape[0] * shape[1]
+            block |= {f"attn.{c}_norm.hook_scale": (1,) if over_all else (shape[0], 1), f"attn.{c}_norm.hook_normalized": shape}
     if tree.ln1_post or getattr(config, "residual_multiplier", 1.0) != 1:
         block |= {"attn.hook_out": d_model, "mlp.hook_out": d_model}
     if probe.has_experts(i):

@@ -33,6 +33,10 @@ WRONG = {
     "gate and up swapped": ("blocks.{i}.mlp.hook_pre", {"part": 1}),
     "post read after the down projection's input": ("blocks.{i}.hook_mlp_out", {"module": "attn"}),
     "the scale of another norm": ("blocks.{i}.ln2.hook_scale", {"module": "ln1"}),
+    "a pattern of keys that are not rotated": (
+        "blocks.{i}.attn.hook_pattern", {"of": ("blocks.{i}.attn.hook_rot_q", "blocks.{i}.attn.hook_k")}),
+    "scores taken for the pattern": ("blocks.{i}.attn.hook_pattern", {"derive": "scores"}),
+    "results of the queries": ("blocks.{i}.attn.hook_result", {"of": ("blocks.{i}.attn.hook_q",)}),
     "a module that does not exist": ("blocks.{i}.attn.hook_z", {"module": "logits", "inputs": (0,)}),
 }
 
@@ -50,7 +54,8 @@ def test_a_wrong_row_is_refused_by_name(tiny, monkeypatch, what):
         with pytest.raises(HookError, match="refused"):
             capture(driver, [SHORT], [name])
         others = {n for n in driver.non_fireable_hook_points if families._fold(n)[0] != hook}
-        # Only the stream that a norm divides says what its divisor is.
-        assert {n for n in others if not n.endswith("hook_scale")} == set(), "a point that is right was refused too"
+        # Only the stream that a norm divides says what its divisor is, and only z and v what a pattern is.
+        alone = ("hook_scale", "hook_attn_scores", "hook_pattern", "hook_result")
+        assert {n for n in others if not n.endswith(alone)} == set(), "a point that is right was refused too"
     finally:
         fresh.close()

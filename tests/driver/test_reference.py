@@ -118,13 +118,21 @@ def plain_llama(folder: Path, tokens: list[int]) -> dict[str, torch.Tensor]:
         v = (h @ w[f"{lw}.self_attn.v_proj.weight"].T).reshape(-1, kv_heads, d_head)
         rot_q, rot_k = rotate(q), rotate(k)
         z = torch.zeros_like(q)
+        lowest = torch.finfo(torch.float32).min
+        table = torch.full((heads, len(tokens), len(tokens)), lowest, dtype=torch.float64)
+        pattern, result = torch.zeros_like(table), torch.zeros(len(tokens), heads, 128, dtype=torch.float64)
+        W_O = w[f"{lw}.self_attn.o_proj.weight"]
         for position in range(len(tokens)):
             for head in range(heads):
                 kv = head * kv_heads // heads
                 scores = rot_k[: position + 1, kv] @ rot_q[position, head] / d_head**0.5
                 z[position, head] = scores.softmax(0) @ v[: position + 1, kv]
+                table[head, position, : position + 1] = scores
+                pattern[head, position, : position + 1] = scores.exp() / scores.exp().sum()
+                result[position, head] = W_O[:, head * d_head : (head + 1) * d_head] @ z[position, head]
         out |= {f"{at}.attn.hook_{name}": value for name, value in
-                {"q": q, "k": k, "v": v, "rot_q": rot_q, "rot_k": rot_k, "z": z}.items()}
+                {"q": q, "k": k, "v": v, "rot_q": rot_q, "rot_k": rot_k, "z": z, "attn_scores": table,
+                 "pattern": pattern, "result": result}.items()}
         out[f"{at}.hook_attn_out"] = z.reshape(len(tokens), -1) @ w[f"{lw}.self_attn.o_proj.weight"].T
         x = out[f"{at}.hook_resid_mid"] = x + out[f"{at}.hook_attn_out"]
         h = norm(f"{at}.ln2", f"{lw}.post_attention_layernorm.weight", x)

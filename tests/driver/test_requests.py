@@ -33,7 +33,7 @@ def test_sixteen_prompts_in_one_batch_equal_each_alone(engines, tiny):
     assert {len(p) for p in prompts} >= {3, 40}
     for prompt, batched in zip(prompts, capture(driver, prompts), strict=True):
         (alone,) = capture(driver, [prompt])
-        assert all(len(value) == len(prompt) for value in batched.values())
+        assert all(value.shape[driver.catalog.token_axis(name)] == len(prompt) for name, value in batched.items())
         assert_close(batched, alone)
 
 
@@ -50,9 +50,11 @@ def test_chunks_give_the_same_rows_and_are_counted(engines, tiny):
 def test_chosen_positions_heads_and_dims_are_slices_of_the_whole(engines, tiny):
     driver = engines.open(tiny("llama"), chunk=16)
     prompt = spread(50, 512)
-    (whole,) = capture(driver, [prompt])
+    # Attention patterns and scores: test_attention.py.
+    names = [n for n in driver.supported_hook_points if driver.catalog.token_axis(n) == 0]
+    (whole,) = capture(driver, [prompt], names)
     positions = (0, 15, 16, 33, 49)
-    (rows,) = capture(driver, [prompt], positions=positions)
+    (rows,) = capture(driver, [prompt], names, positions=positions)
     assert all(torch.equal(rows[n], whole[n][list(positions)]) for n in whole)
     (head,) = capture(driver, [prompt], ["blocks.1.attn.hook_z", "blocks.1.attn.hook_k"], heads=(1,))
     assert all(torch.equal(head[n], whole[n][:, [1]]) for n in head)

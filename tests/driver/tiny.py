@@ -42,7 +42,7 @@ BASE: dict[str, Any] = dict(
 # Windows are shorter than the tests' prompts, and softcaps and multipliers far from 1, so that a forgotten one shows.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "mistral": {"sliding_window": None},
+    "mistral": {"sliding_window": 16},
     "qwen2": {},
     "qwen3": {"head_dim": 32},
     "phi3": {},

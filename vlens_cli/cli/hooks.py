@@ -71,12 +71,14 @@ def _body(model: Model, catalog: Catalog, requests: tuple[HookRequest, ...]) -> 
 
 
 def _entry(name: str, catalog: Catalog) -> dict[str, Any]:
-    """One hook point; the size of `pos` is null, for it is the prompt's."""
+    """One hook point; sizes that are the prompt's are null."""
+    from vlens_cli.families import TOKEN_AXES
+
     axes = catalog.axes(name)
     return {
         "name": name,
         "axes": list(axes),
-        "shape": [None if axis == "pos" else catalog.size(axis) for axis in axes],
+        "shape": [None if axis in TOKEN_AXES else catalog.size(axis) for axis in axes],
         "derived": catalog.derived(name),
         "editable": catalog.editable(name),
         "aliases": list(catalog.aliases(name)),

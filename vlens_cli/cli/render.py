@@ -109,8 +109,7 @@ def table(columns: Iterable[tuple[str, str]], rows: Iterable[Sequence[str | Text
     from rich.table import Table
     from rich.text import Text
 
-    utf8 = sys.stdout is None or "utf" in (sys.stdout.encoding or "").lower()
-    drawn = Table(box=box.SIMPLE_HEAD if utf8 else box.ASCII2, pad_edge=False, show_edge=False, collapse_padding=True)
+    drawn = Table(box=box.SIMPLE_HEAD if _utf8() else box.ASCII2, pad_edge=False, show_edge=False, collapse_padding=True)
     rows = list(rows)
     for place, (title, kind) in enumerate(columns):
         cells = [title, *(str(row[place]) for row in rows)]
@@ -121,6 +120,10 @@ def table(columns: Iterable[tuple[str, str]], rows: Iterable[Sequence[str | Text
         # Text, because a str is parsed as markup.
         drawn.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
     return drawn
+
+
+def _utf8() -> bool:
+    return sys.stdout is None or "utf" in (sys.stdout.encoding or "").lower()
 
 
 def line(text: str = "", style: str = "") -> Text:
@@ -144,7 +147,10 @@ def capture(body: dict[str, Any]) -> str:
             parts += [line(), line(_title(name, hook), "bold")]
             # Left out beside a large file.
             rows = hook.get("rows", [])
-            parts += [_hook_table(hook, pieces)] if rows else []
+            if rows and hook["axes"][-1] == "key":
+                parts += _attention_tables(hook, pieces)
+            elif rows:
+                parts += [_hook_table(hook, pieces)]
             parts += [line(text) for row in rows if "values" in row for text in _values(row, hook)]
     return draw(*parts)
 
@@ -178,7 +184,9 @@ def heading(prompt: dict[str, Any], place: int, n_prompts: int) -> str:
 
 def _title(name: str, hook: dict[str, Any]) -> str:
     shape = ", ".join(f"{axis} {size}" for axis, size in zip(hook["axes"], hook["shape"], strict=True))
-    chosen = "".join(f"  {axis} {', '.join(map(str, hook[axis]))}" for axis in ("heads", "dims") if axis in hook)
+    last = "keys" if hook["axes"][-1] == "key" else "dims"
+    chosen = "".join(f"  {shown} {', '.join(map(str, hook[axis]))}"
+                     for axis, shown in (("heads", "heads"), ("dims", last)) if axis in hook)
     return f"{name}  [{shape}] {hook['dtype']}{chosen}" + ("  (derived)" if hook["derived"] else "")
 
 
@@ -204,9 +212,61 @@ def _top(entries: list[dict[str, Any]]) -> str:
     return ", ".join(f"{place(entry)}: {number(entry['value'])}" for entry in entries)
 
 
+# Shares of attention, in percent, from which each mark is drawn; and what a terminal with colours draws it in.
+_SHADES = ((0, "·", ".", "grey50"), (1, "░", ":", "#4a6fe3"), (10, "▒", "+", "#21a585"), (33, "▓", "#", "#b5c934"),
+           (66, "█", "@", "#fde725"))
+
+
+def _attention_tables(hook: dict[str, Any], pieces: dict[int, str]) -> list[Table | Text]:
+    """Scores or patterns: for each head a row a query position; of patterns with a heat map over the keys."""
+    rows = hook["rows"]
+    columns = [("pos", "right"), ("token", "left")]
+    columns += [(name, "right") for name in ("min", "max", "entropy") if name in rows[0]]
+    columns += [("largest (key: value)", "fold")]
+    mapped = "percent" in rows[0]
+    keys = hook.get("dims") or range(hook["shape"][2])
+    parts: list[Table | Text] = [line(_legend(keys))] if mapped else []
+    if "entropy" in rows[0] and not mapped:
+        parts.append(line("too many keys for a heat map; [dim=...] chooses some"))
+    if mapped:
+        columns.insert(2, ("keys", "left"))
+    for head in dict.fromkeys(row["head"] for row in rows):
+        cells = [_attention_cells(row, keys, pieces) for row in rows if row["head"] == head]
+        parts += [line(f"head {head}"), table(columns, cells)]
+    return parts
+
+
+def _attention_cells(row: dict[str, Any], keys: Sequence[int], pieces: dict[int, str]) -> list[str | Text]:
+    numbers = [number(row[name]) for name in ("min", "max", "entropy") if name in row]
+    largest = ", ".join(f"{one['key']} {pieces.get(one['key'], '')}: {number(one['value'])}" for one in row["top"])
+    drawn = [_heat(row, keys)] if "percent" in row else []
+    return [str(row["pos"]), pieces.get(row["pos"], ""), *drawn, *numbers, largest]
+
+
+def _heat(row: dict[str, Any], keys: Sequence[int]) -> Text:
+    """A mark for each key, nothing for those after the query."""
+    from rich.text import Text
+
+    drawn = Text()
+    for key, percent in zip(keys, row["percent"], strict=True):
+        _, mark, plain, style = [shade for shade in _SHADES if percent >= shade[0]][-1]
+        drawn.append(" " if key > row["pos"] else mark if _utf8() else plain, style)
+    return drawn
+
+
+def _legend(keys: Sequence[int]) -> str:
+    marks = [mark if _utf8() else plain for _, mark, plain, _ in _SHADES]
+    until = [shade[0] for shade in _SHADES[1:]]
+    shares = [f"{mark} below {end}%" for mark, end in zip(marks, until, strict=False)]
+    which = f"{keys[0]} to {keys[-1]}" if len(keys) == keys[-1] - keys[0] + 1 else ", ".join(map(str, keys))
+    return f"keys {which}, left to right: {', '.join(shares)}, {marks[-1]} more"
+
+
 def _values(row: dict[str, Any], hook: dict[str, Any]) -> list[str]:
     """Every value of one position, wrapped; a line for each head."""
     values = row["values"]
+    if hook["axes"][-1] == "key":
+        return wrapped(f"head {row['head']}, pos {row['pos']}:", values)
     if values and isinstance(values[0], list):
         heads = hook.get("heads") or range(len(values))
         return [text for head, one in zip(heads, values, strict=True) for text in
@@ -342,9 +402,9 @@ def _weight_lines(entry: dict[str, Any], other: str | None) -> list[str]:
         lines.append(f"{name} against {visible(other or '')}: norm of the difference {number(c['difference_norm'])} "
                      f"(relative {number(c['relative'])}), cosine {number(c['cosine'])}")
     for where, values in _leaves(entry.get("singular_values", [])):
-        lines += _wrapped(f"{name}{where} singular values:", values)
+        lines += wrapped(f"{name}{where} singular values:", values)
     for where, values in _leaves(entry.get("values", [])):
-        lines += _wrapped(f"{name}{where}:", values)
+        lines += wrapped(f"{name}{where}:", values)
     return lines
 
 

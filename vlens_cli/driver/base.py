@@ -20,7 +20,7 @@ LOGITS = "unembed.hook_out"
 @dataclass(frozen=True)
 class Want:
     """What to keep of one hook point: absolute positions (None: all fed tokens) and indices along the head axis
-    and the last axis (None: all)."""
+    and the last axis (None: all). Of attention patterns and scores the positions are the queries', `dims` the keys'."""
 
     positions: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
@@ -73,7 +73,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Captured:
-    """One hook point of one request: `value` is [pos, ...] on the host, `positions` are its rows' absolute ones."""
+    """One hook point of one request: `value` is [pos, ...] on the host, or [head, query, key]; `positions` are the
+    absolute ones along `pos` or `query`."""
 
     value: torch.Tensor
     positions: tuple[int, ...]

@@ -12,6 +12,7 @@ from vlens_cli.driver import boot
 from vlens_cli.driver.base import Request, Result, Want
 from vlens_cli.driver.edits import Edited, edits_for
 from vlens_cli.driver.tokens import Fed
+from vlens_cli.families import TOKEN_AXES
 from vlens_cli.query import SCHEMA_VERSION, CaptureQuery, Reply
 
 if TYPE_CHECKING:
@@ -26,15 +27,15 @@ def answer(session: Session, query: CaptureQuery, progress: Progress, into: Bina
     """Raises UsageError before any engine starts, StartError, QueryError."""
     fed = session.feed(query.prompts, query.bos, query.one_chunk)
     asked = hooks.resolve(map(hooks.parse, query.hooks), session.catalog, pos=query.pos, head=query.head, dim=query.dim)
-    wants = [{s.name: Want(positions_of(session, s, f), s.head, s.dim) for s in asked} for f in fed]
+    wants = [{s.name: want_of(session, s, f) for s in asked} for f in fed]
     session.check_memory(size(session, fed, wants))
     edited = edits_for(session, query.interventions, fed, progress, bos=query.bos)
     results, seconds = session.run(
         [Request(f.ids, want, edits=edits) for f, want, edits in zip(fed, wants, edited.edits, strict=True)], progress)
     ended = time.time()
-    from vlens_cli.driver import blob
+    from vlens_cli.driver import blob, summary
 
-    n_rows = sum(len(c.positions) for r in results for c in r.captured.values())
+    n_rows = sum(summary.row_count(c, session.catalog.axes(name)) for r in results for name, c in r.captured.items())
     with_rows = n_rows <= ROWS_BESIDE_FILE or into is None
     left_out = [] if with_rows else [
         f"the statistics of {n_rows} rows are left out beside the file; without -o they are printed"]
@@ -48,30 +49,40 @@ def answer(session: Session, query: CaptureQuery, progress: Progress, into: Bina
     )
 
 
+def want_of(session: Session, selected: hooks.Selected, fed: Fed) -> Want:
+    """What a selection means in one prompt."""
+    dims = _positions(session, selected.key, fed) if selected.key is not None else selected.dim
+    return Want(positions_of(session, selected, fed), selected.head, dims)
+
+
 def positions_of(session: Session, selected: hooks.Selected, fed: Fed) -> tuple[int, ...] | None:
     """The positions that a selection means in one prompt; None for all."""
-    if selected.pos is None:
-        return None
+    return None if selected.pos is None else _positions(session, selected.pos, fed)
+
+
+def _positions(session: Session, items: hooks.Items, fed: Fed) -> tuple[int, ...]:
     tokens = tuple(text or "" for text in fed.texts)
-    return hooks.positions(selected.pos, len(fed.ids), lambda text: session.tokens.spans(fed, text), tokens=tokens)
+    return hooks.positions(items, len(fed.ids), lambda text: session.tokens.spans(fed, text), tokens=tokens)
 
 
 def size(session: Session, fed: Sequence[Fed], wants: Sequence[dict[str, Want]]) -> int:
-    """Bytes of what is asked."""
+    """Bytes of what is asked, and of what it is rebuilt from."""
+    catalog = session.catalog
     return boot.BYTES[session.plan.dtype] * sum(
-        _numbers(session.catalog, name, want, len(f.ids)) for f, wanted in zip(fed, wants, strict=True)
-        for name, want in wanted.items()
+        _numbers(catalog, name, want, len(f.ids))
+        + sum(_numbers(catalog, source, Want(), len(f.ids)) for source in catalog.sources(name))
+        for f, wanted in zip(fed, wants, strict=True) for name, want in wanted.items()
     )
 
 
 def _numbers(catalog: Catalog, name: str, want: Want, n_tokens: int) -> int:
-    rows = n_tokens if want.positions is None else len(want.positions)
-    sizes = [catalog.size(axis) for axis in catalog.axes(name)[1:]]
-    if want.dims is not None:
-        sizes[-1] = len(want.dims)
-    if want.heads is not None:
-        sizes[-2] = len(want.heads)
-    return rows * math.prod(sizes)
+    axes = catalog.axes(name)
+    sizes = {axis: n_tokens if axis in TOKEN_AXES else catalog.size(axis) for axis in axes}
+    head = next((axis for axis in axes if axis in ("head", "kv_head")), None)
+    for axis, chosen in ((axes[catalog.token_axis(name)], want.positions), (head, want.heads), (axes[-1], want.dims)):
+        if chosen is not None:
+            sizes[axis] = len(chosen)
+    return math.prod(sizes.values())
 
 
 def token_rows(fed: Fed) -> list[dict[str, Any]]:
@@ -98,7 +109,7 @@ def _body(session: Session, query: CaptureQuery, fed: Sequence[Fed], wants: Sequ
                 **({"edits": edited.body(result.fired)} if edited.labels else {}),
                 "hooks": {
                     name: summary.hook_body(captured, want[name], catalog.axes(name), catalog.derived(name),
-                                            query.values, rows, session.tokens.text_of)
+                                            query.values, rows, session.tokens.text_of, catalog.row(name).derive == "pattern")
                     for name, captured in result.captured.items()
                 },
             }

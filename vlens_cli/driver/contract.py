@@ -71,12 +71,16 @@ def _ragged(rows: Any, what: str) -> list[list[int]]:
     return [[int(n) for n in row] for row in rows]
 
 
-def put_back(values: Sequence[torch.Tensor], at: Sequence[Span], fill: float) -> torch.Tensor:
-    """[batch, pos, ...]: each prompt's rows at its own place, generated ones behind it, `fill` elsewhere."""
-    width = max(max(span.width, span.start + len(value)) for span, value in zip(at, values, strict=True))
-    out = values[0].new_full((len(values), width, *values[0].shape[1:]), fill)
+def put_back(values: Sequence[torch.Tensor], at: Sequence[Span], fill: float, axes: Sequence[int] = (0,)) -> torch.Tensor:
+    """[batch, pos, ...]: each prompt's rows at its own place, generated ones behind it, `fill` elsewhere. `axes` are those
+    of a value that run along the prompt: of attention patterns [batch, head, query, key] two."""
+    width = max(max(span.width, span.start + value.shape[axes[0]]) for span, value in zip(at, values, strict=True))
+    shape = [width if axis in axes else size for axis, size in enumerate(values[0].shape)]
+    out = values[0].new_full((len(values), *shape), fill)
     for row, value, span in zip(out, values, at, strict=True):
-        row[span.start : span.start + len(value)] = value
+        for axis in axes:
+            row = row.narrow(axis, span.start, value.shape[axis])
+        row.copy_(value)
     return out
 
 

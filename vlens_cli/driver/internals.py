@@ -181,9 +181,11 @@ def let_attention_be_hooked(model: torch.nn.Module) -> None:
                 module.__dict__["attn"] = _Called(module.attn)
 
 
-def attention_scale(attention: torch.nn.Module) -> float:
-    """The factor on q.k before the softmax (vLLM 0.26 to 0.32: the attention layer's `impl.scale`)."""
-    return float(attention.impl.scale)
+def product(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A linear layer's product without its bias (0.26 to 0.32: `quant_method.apply`, whatever the weight is packed as)."""
+    if hasattr(layer, "quant_method"):
+        return layer.quant_method.apply(layer, x, None)
+    return torch.nn.functional.linear(x, layer.weight)
 
 
 def attention_heads(attention: torch.nn.Module) -> tuple[int, int, int]:
@@ -191,18 +193,40 @@ def attention_heads(attention: torch.nn.Module) -> tuple[int, int, int]:
     return attention.num_heads, attention.num_kv_heads, attention.head_size
 
 
-def attention_window(attention: torch.nn.Module) -> int | None:
-    """How many positions a query sees, itself included; None: all (0.26 to 0.32: `sliding_window`)."""
-    return getattr(attention, "sliding_window", None)
+class Scoring(NamedTuple):
+    """What an attention layer does between q.k and the softmax.
+
+    scale    factor on q.k               window  how many positions a query sees, itself included; None: all
+    softcap  cap * tanh(score / cap)     slopes  [head], of a bias that is linear in the distance
+    sinks    [head], one more score of each head, that no key stands for
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
 
-def attention_plain(attention: torch.nn.Module) -> bool:
-    """Whether the scores have no softcap, sinks or linear biases (`impl` attributes, 0.26 to 0.32)."""
+def attention_scoring(attention: torch.nn.Module) -> Scoring:
+    """How a live attention layer scores (0.26 to 0.32: attributes of the layer and of its backend's `impl`).
+
+    Raises LookupError for a layer whose scores are something else.
+    """
     impl = attention.impl
-    return not (
-        getattr(impl, "logits_soft_cap", None) or getattr(impl, "alibi_slopes", None) is not None
-        or getattr(impl, "sinks", None) is not None
-    )
+    # An enum whose members are texts.
+    kind = getattr(attention, "attn_type", "decoder")
+    odd = [what for what, found in (
+        (f"is of type {kind}", kind != "decoder"),
+        ("has biases with a square root", getattr(attention, "use_alibi_sqrt", False)),
+        ("looks at chunks", getattr(impl, "chunk_lookback", -1) > -1),
+        ("scores in another way", not hasattr(impl, "scale")),
+    ) if found]
+    if odd:
+        raise LookupError(f"the engine's attention {odd[0]}")
+    # A backend writes "no softcap" as None or 0.
+    return Scoring(float(impl.scale), getattr(attention, "sliding_window", None), getattr(impl, "logits_soft_cap", None) or None,
+                   getattr(impl, "alibi_slopes", None), getattr(impl, "sinks", None))
 
 
 def inspect_models_in_process() -> None:

@@ -13,14 +13,16 @@ from typing import Any
 import torch
 
 from vlens_cli.driver import internals
-from vlens_cli.families import Catalog, Row
+from vlens_cli.families import TOKEN_AXES, Catalog, Row
 
 
 @dataclass(frozen=True)
 class Point:
     """One located hook point: which module's call is read, which tensors, which columns of them.
 
-    norm and factor are what its formula needs of the family and the config; `helper` is its second module.
+    `shape` are the sizes of its axes but for those along the prompt; norm and factor are what its formula needs of the
+    family and the config; `helper` is its second module. `of` names the points that a rebuilt one is made of: nothing is
+    read for itself then, and `module` is the one whose formula rebuilds it.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Point:
     helper: torch.nn.Module | None = None
     batch_axis: bool = False
     parts: int = 1
+    of: tuple[str, ...] = ()
 
     @property
     def on_input(self) -> bool:
@@ -42,6 +45,10 @@ class Point:
     @cached_property
     def _parameters(self) -> list[str]:
         return list(inspect.signature(self.module.forward).parameters)
+
+    def source(self, name: str) -> str:
+        """The name under which rows of the point `name` are kept that this one is rebuilt from."""
+        return f"{self.name} < {name}"
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> list[torch.Tensor]:
         """The tensors whose sum is the value, [tokens, width] each, as views: nothing is copied yet."""
@@ -106,8 +113,11 @@ class Locator:
             try:
                 point = self._point(name, row, layer)
                 first = seen.setdefault((row.hook, id(point.module)), name)
-                if first != name:
+                if first != name and not point.of:
                     raise LookupError(f"the engine has one module for this point and {first}: their rows would mix")
+                missing = [source for source in point.of if source not in found]
+                if missing:
+                    raise LookupError(rebuilt_from_refused(missing[0]))
                 found[name] = point
             except LookupError as miss:
                 refused[name] = str(miss)
@@ -118,12 +128,14 @@ class Locator:
             module = self.module(row.module, layer)
         except LookupError as miss:
             raise LookupError(row.absent or str(miss)) from miss
+        if row.of and row.module == "attention":
+            internals.attention_scoring(module)
         spec = self.catalog.spec
         return Point(
             name, row, layer, module, self._columns(row, layer),
-            shape=tuple(self.catalog.size(axis) for axis in row.axes[1:]), norm=spec.norm, factor=self.catalog.factor(row),
-            helper=self.module(row.helper, layer) if row.helper else None, batch_axis=spec.batch_axis,
-            parts=len(row.split),
+            shape=tuple(self.catalog.size(axis) for axis in row.axes if axis not in TOKEN_AXES), norm=spec.norm,
+            factor=self.catalog.factor(row), helper=self.module(row.helper, layer) if row.helper else None,
+            batch_axis=spec.batch_axis, parts=len(row.split), of=self.catalog.sources(name),
         )
 
     def _columns(self, row: Row, layer: int | None) -> slice | None:
@@ -145,3 +157,7 @@ class Locator:
             got = internals.attention_heads(self.module("attention", layer))
             if got != want:
                 raise LookupError(f"layer {layer} has (heads, kv heads, width) {got}, its config says {want}")
+
+
+def rebuilt_from_refused(source: str) -> str:
+    return f"it is rebuilt from {source}, which is refused"

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from vlens_cli.driver import internals
-from vlens_cli.driver.locate import Locator
+from vlens_cli.driver import attention, internals
+from vlens_cli.driver.base import Want
+from vlens_cli.driver.locate import Locator, Point, rebuilt_from_refused
 
 PROOF_TOKENS = 12
 
@@ -51,13 +52,14 @@ class Check:
 class Proof:
     """Checks of one model, from the captured values of one forward of a few tokens.
 
-    values  canonical name -> [pos, ...] for every located point
+    points  every located point;  values  canonical name -> [pos, ...] for those that are read, and not rebuilt
     logits  the engine's own, last position, if known;  tokens  the ids that were fed, at positions from 0, if known
     """
 
-    def __init__(self, locator: Locator, values: dict[str, torch.Tensor], logits: torch.Tensor | None = None,
-                 tokens: Sequence[int] = ()) -> None:
+    def __init__(self, locator: Locator, points: dict[str, Point], values: dict[str, torch.Tensor],
+                 logits: torch.Tensor | None = None, tokens: Sequence[int] = ()) -> None:
         self._locator = locator
+        self._points = points
         self._values = values
         self._logits = logits
         self._tokens = tokens
@@ -77,8 +79,13 @@ class Proof:
             if fault:
                 blamed = [point for point in points if point not in confirmed] or points
                 failed = {**dict.fromkeys(blamed, fault), **failed}
-        silent = self._values.keys() - {point for points, _ in found for point in points}
-        return {**dict.fromkeys(silent, "the proof at load says nothing about it"), **failed}
+        silent = self._points.keys() - {point for points, _ in found for point in points}
+        refused = {**dict.fromkeys(silent, "the proof at load says nothing about it"), **failed}
+        for name, point in self._points.items():
+            for source in point.of:
+                if source in refused or source not in self._points:
+                    refused[name] = rebuilt_from_refused(source)
+        return refused
 
     def written(self, changed: AbstractSet[str]) -> set[str]:
         """Of the points that were changed in this forward, those whose change the points after them obey.
@@ -207,15 +214,39 @@ class Proof:
         before = self._first(f"{b}.hook_q_normed", q), self._first(f"{b}.hook_k_normed", k)
         if self._has(rot_q):
             yield from self._rotation(i, before, (rot_q, rot_k))
-            before = rot_q, rot_k
-        attention = self._locator.module("attention", i)
-        if internals.attention_plain(attention):
-            scale, window = internals.attention_scale(attention), internals.attention_window(attention)
-            yield from self._check("the pattern of q and k, as the kernel gets them, times v = z", z,
-                                   lambda *qkv: attend(*qkv, scale, window), *before, v)
+        yield from self._tables(i)
         yield from self._check("the output projection of z = the output of attention",
                                self._first(f"{b}.hook_out", f"blocks.{i}.hook_attn_out"),
                                lambda x: self._project("o", i, x.flatten(1)), z)
+        yield from self._results(i)
+
+    def _tables(self, i: int) -> Iterator[Check]:
+        """Scores and pattern as they are rebuilt, but in fp32, against the z that the engine's kernel made of the same rows."""
+        b = f"blocks.{i}.attn"
+        for name in (f"{b}.hook_attn_scores", f"{b}.hook_pattern"):
+            point = self._points.get(name)
+            found = None if point is None else self._at(f"{b}.hook_z", f"{b}.hook_v", *point.of)
+            if found is None:
+                continue
+            z, v, *sources = found
+            table, _ = attention.rebuild(point, Want(), [(t.float(), tuple(range(len(t)))) for t in sources])
+            table, what = table.to(z.device), "the pattern"
+            if name.endswith("hook_attn_scores"):
+                what = "the softmax of the scores"
+                table = attention.pattern(table, torch.arange(len(table)), internals.attention_scoring(point.module))
+            law = f"{what} of {' and '.join(source.rsplit('.hook_', 1)[1] for source in point.of)}, times v = z"
+            yield Check((f"{b}.hook_z", name, *point.of, f"{b}.hook_v"), law, z, attention.attended(table, v).to(z.dtype))
+
+    def _results(self, i: int) -> Iterator[Check]:
+        """The heads' parts, summed, are what the whole projection makes of z, less its bias."""
+        point = self._points.get(f"blocks.{i}.attn.hook_result")
+        found = None if point is None else self._at(f"blocks.{i}.attn.hook_z", *point.of)
+        if found is not None:
+            z, *sources = found
+            parts, _ = attention.rebuild(point, Want(), [(t, tuple(range(len(t)))) for t in sources])
+            whole, nothing = self._project("o", i, z.flatten(1)), self._project("o", i, torch.zeros_like(z[:1]).flatten(1))
+            yield Check((point.name, *point.of), "hook_result, summed over heads = the output projection of z, without bias",
+                        parts.to(z.device).sum(1), whole - nothing)
 
     def _rotation(self, i: int, before: tuple[str, str], after: tuple[str, str]) -> Iterator[Check]:
         found = self._at(*before, *after)
@@ -240,6 +271,12 @@ class Proof:
                 module = self._locator.module(role, i)
                 yield from self._check(f"{part}_normed = the norm of {part}", f"{name}_normed",
                                        lambda x, m=module: _first_of(m(_as_normed(m, x).clone())), name)
+                norm, kind = f"blocks.{i}.attn.{role}", self._spec.norm
+                yield from self._check(f"{role}: normalized * scale = its input", f"{norm}.hook_normalized",
+                                       lambda x, s, m=module: self._centred(_as_normed(m, x)) / s, name, f"{norm}.hook_scale")
+                yield from self._check(f"{part}_normed = normalized * weight", f"{name}_normed",
+                                       lambda x, m=module: internals.norm_affine(m, _as_normed(m, x), kind),
+                                       f"{norm}.hook_normalized")
 
     def _mlp(self, i: int) -> Iterator[Check]:
         b = f"blocks.{i}"
@@ -326,17 +363,3 @@ def _fault(check: Check) -> str:
     if error <= limit:
         return ""
     return f"failed the proof at load: {check.law} is off by {error:.1e} (limit {limit:.0e})"
-
-
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
-    """softmax(scale * q k^T + causal mask) v, in fp32; q [pos, head, d], k and v [pos, kv_head, d] -> [pos, head, d].
-
-    Each kv head serves heads / kv_heads consecutive query heads (grouped-query attention).
-    """
-    group = q.shape[1] // k.shape[1]
-    keys, values = (t.float().repeat_interleave(group, dim=1) for t in (k, v))
-    scores = scale * torch.einsum("qhd,khd->hqk", q.float(), keys)
-    distance = torch.arange(len(q), device=q.device)[:, None] - torch.arange(len(k), device=q.device)
-    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-    pattern = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", pattern, values).to(q.dtype)

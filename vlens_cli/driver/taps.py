@@ -13,17 +13,22 @@ from typing import Any
 
 import torch
 
-from vlens_cli.driver import internals, writes
+from vlens_cli.driver import attention, internals, writes
 from vlens_cli.driver.base import Edit, Want
 from vlens_cli.driver.locate import Point
 
 
 @dataclass
 class Record:
-    """What one request asked for, what was kept of it so far, and how many forwards each edit was applied in."""
+    """What one request asked for, what was kept of it so far, and how many forwards each edit was applied in.
+
+    `wants` is what was asked, by point; `reads` has for each point that is read what to keep of it, and the names that
+    `pieces` keep it under: the point's own, and one for each rebuilt point that is made of it.
+    """
 
     key: str
     wants: dict[str, Want]
+    reads: dict[str, list[tuple[str, Want]]]
     edits: dict[str, list[tuple[int, Edit]]]
     fired: list[int]
     pieces: dict[str, list[tuple[range | list[int], torch.Tensor]]] = field(default_factory=dict)
@@ -31,23 +36,23 @@ class Record:
     fault: Exception | None = None
 
     @classmethod
-    def of(cls, key: str, wants: dict[str, Want], edits: Iterable[Edit]) -> Record:
+    def of(cls, key: str, wants: dict[str, Want], reads: dict[str, list[tuple[str, Want]]], edits: Iterable[Edit]) -> Record:
         by_name: dict[str, list[tuple[int, Edit]]] = {}
         for n, edit in enumerate(edits):
             by_name.setdefault(edit.name, []).append((n, edit))
-        return cls(key, wants, by_name, [0] * sum(map(len, by_name.values())))
+        return cls(key, wants, reads, by_name, [0] * sum(map(len, by_name.values())))
 
     @property
     def names(self) -> set[str]:
-        return self.wants.keys() | self.edits.keys()
+        return self.reads.keys() | self.edits.keys()
 
     def keep(self, point: Point, tensors: list[torch.Tensor], segment: internals.Segment) -> None:
         """Copy the asked rows of one step."""
-        want = self.wants[point.name]
-        positions = _asked(want, segment)
-        if len(positions):
-            rows = [_rows(t, positions, segment) for t in tensors]
-            self.pieces.setdefault(point.name, []).append((positions, _value(point, want, rows)))
+        for kept_as, want in self.reads[point.name]:
+            positions = _asked(want, segment)
+            if len(positions):
+                rows = [_rows(t, positions, segment) for t in tensors]
+                self.pieces.setdefault(kept_as, []).append((positions, _value(point, want, rows)))
 
     def change(self, name: str, tensors: list[torch.Tensor], positions: Sequence[int], start: int = 0,
                counted: bool = True) -> None:
@@ -113,6 +118,10 @@ def _fp32(rows: list[torch.Tensor]) -> torch.Tensor:
 def _centred(point: Point, rows: list[torch.Tensor]) -> torch.Tensor:
     """What a norm divides: the stream, less its mean where the family's norms are layer norms."""
     x = _fp32(rows)
+    weight = getattr(point.module, "weight", None)
+    if weight is not None and weight.shape[-1] < x.shape[-1]:
+        # A norm over each head's queries or keys: [rows, head, d_head].
+        x = x.unflatten(-1, (-1, weight.shape[-1]))
     return x - x.mean(-1, keepdim=True) if point.norm == "layer" else x
 
 
@@ -175,11 +184,21 @@ class Taps:
 
     def open(self, request: str, key: str, wants: dict[str, Want], edits: Iterable[Edit] = ()) -> None:
         """A request has entered the batch."""
-        record = Record.of(key, wants, [writes.on_device(edit, self._device) for edit in edits])
+        record = Record.of(key, wants, self._reads(wants), [writes.on_device(edit, self._device) for edit in edits])
         self._records[request] = record
         for name in record.names:
             self._asking.setdefault(name, {})[request] = record
             self._watch(self.points[name])
+
+    def _reads(self, wants: dict[str, Want]) -> dict[str, list[tuple[str, Want]]]:
+        """What to read for `wants`: the points themselves, and the sources of those that are rebuilt."""
+        reads: dict[str, list[tuple[str, Want]]] = {}
+        for name, want in wants.items():
+            point = self.points[name]
+            parts = zip(point.of, attention.reads(point, want), strict=True) if point.of else [(name, want)]
+            for source, part in parts:
+                reads.setdefault(source, []).append((point.source(source) if point.of else name, part))
+        return reads
 
     def begin_step(self) -> None:
         self._step, self._running = None, True
@@ -282,7 +301,7 @@ class Taps:
             if point.name in record.edits and not point.row.derive:
                 shaped = [point.shaped(t) for t in tensors]
                 record.change(point.name, shaped, _span(segment), segment.start)
-            if point.name in record.wants:
+            if point.name in record.reads:
                 record.keep(point, tensors, segment)
 
     def _change_normalized(self, point: Point, record: Record, tensors: list[torch.Tensor],

@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,8 @@ class VLLMDriver:
         edits = [contract.edits(intervene, self.catalog, self._canonical, span, len(span.ids) + new - 1) for span in at]
         results = self.run([Request(span.ids, wants, new, edit, return_logits and source is None)
                             for span, edit in zip(at, edits, strict=True)])
-        captured = {name: contract.put_back([r.captured[is_].value for r in results], at, 0.0) for name, is_ in asked.items()}
+        captured = {name: contract.put_back([r.captured[is_].value for r in results], at, 0.0, self.catalog.token_axes(is_))
+                    for name, is_ in asked.items()}
         logits = [self._logits_of(r, len(span.ids)) for r, span in zip(results, at, strict=True)] if return_logits else None
         return ForwardResult(
             logits=None if logits is None else contract.put_back(logits, at, float("-inf")), captured=captured,
@@ -233,12 +234,12 @@ class VLLMDriver:
         self._llm = None
 
     def _prove(self, points: list[str]) -> dict[str, str]:
-        """One short forward with every point captured, checked in the worker; refused names -> reasons."""
+        """One short forward with every point captured that is not rebuilt, checked in the worker; refused names -> reasons."""
         tokens = self._proof_tokens()
         key = uuid.uuid4().hex
         self._call("vlens_watch_logits")
         with boot.translated():
-            self._generate([Request(tokens, dict.fromkeys(points, Want()))], [key])
+            self._generate([Request(tokens, dict.fromkeys(self._read(points), Want()))], [key])
             refused = self._call("vlens_prove", key, tokens)
         if len(refused) == len(self.catalog.names):
             raise StartError(f"no hook point of this model passed the proof at load: {next(iter(refused.values()))}",
@@ -250,7 +251,8 @@ class VLLMDriver:
         the points after them obey; names that cannot be edited -> reasons."""
         editable = [n for n in self.supported_hook_points if self.catalog.editable(n)]
         tokens = self._proof_tokens()
-        requests = [Request(tokens, dict.fromkeys(self.supported_hook_points, Want()), edits=self._set_all(names, len(tokens)))
+        read = self._read(self.supported_hook_points)
+        requests = [Request(tokens, dict.fromkeys(read, Want()), edits=self._set_all(names, len(tokens)))
                     for group in WRITTEN_TOGETHER
                     if (names := [n for n in editable if n.endswith(tuple(group))])]
         keys = [uuid.uuid4().hex for _ in requests]
@@ -267,6 +269,10 @@ class VLLMDriver:
             **{n: "the proof at load did not see what comes after it obey" for n in editable if n not in proved},
             **self.non_fireable_hook_points,
         }
+
+    def _read(self, names: Iterable[str]) -> list[str]:
+        """Those of `names` that are read in the forward, and not rebuilt from others."""
+        return [name for name in names if not self.catalog.sources(name)]
 
     def _set_all(self, names: Sequence[str], rows: int) -> tuple[Edit, ...]:
         """An edit a name that sets `rows` positions to normal noise, in the engine's dtype."""
@@ -347,7 +353,7 @@ class VLLMDriver:
         new = tuple(output.outputs[0].token_ids)
         captured = {name: Captured(*pair) for name, pair in taken["values"].items()}
         for name, want in request.capture.items():
-            _check_rows(name, captured[name], want, len(request.tokens) + len(new) - 1)
+            _check_rows(name, captured[name], want, len(request.tokens) + len(new) - 1, self.catalog.token_axis(name))
         for edit, fired in zip(request.edits, taken["fired"], strict=True):
             if not fired:
                 raise QueryError(f"an edit of {edit.name} was asked and never applied", code="edit_missing")
@@ -389,10 +395,10 @@ def _check_part(edit: Edit, part: Any, row: list[int]) -> None:
                          code="wrong_width")
 
 
-def _check_rows(name: str, captured: Captured, want: Want, fed: int) -> None:
+def _check_rows(name: str, captured: Captured, want: Want, fed: int, axis: int) -> None:
     """The rows must be exactly the asked positions; fewer, more or others are an error, never data."""
     asked = tuple(range(fed)) if want.positions is None else want.positions
-    if captured.positions != asked or len(captured.value) != len(asked):
+    if captured.positions != asked or captured.value.shape[axis : axis + 1] != (len(asked),):
         raise QueryError(f"{name} gave rows at {_span(captured.positions)} where {_span(asked)} were asked",
                          code="rows_missing")
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from vlens_cli.driver import internals, writes
+from vlens_cli.driver import attention, internals, writes
 from vlens_cli.driver.base import LOGITS, Edit, Want
 from vlens_cli.driver.gather import Sharding
 from vlens_cli.driver.locate import Locator
@@ -88,7 +88,7 @@ class LensWorker(EngineWorker):
 
     def vlens_unembed(self, rows: torch.Tensor, positions: Sequence[int], edits: tuple[Edit, ...]) -> torch.Tensor:
         """Logits [rows, d_vocab], on the device, of a few final-norm rows of one request, after its edits of them."""
-        record = Record.of("", {}, (writes.on_device(edit, self.device) for edit in edits))
+        record = Record.of("", {}, {}, (writes.on_device(edit, self.device) for edit in edits))
         return self._unembed(rows.to(self.device), record, positions)
 
     def vlens_rebuild(self, rows: torch.Tensor) -> torch.Tensor:
@@ -112,13 +112,13 @@ class LensWorker(EngineWorker):
         return self._unembedding.head_parts(layer, z.to(self.device, self.model_config.dtype), against)
 
     def vlens_prove(self, key: str, tokens: Sequence[int]) -> dict[str, str]:
-        """Check every located point with the values of the finished request `key` of `tokens` (all points, all positions);
-        refuse those that fail, and return every refused name with its reason."""
+        """Check every located point with the values of the finished request `key` of `tokens` (every point that is read,
+        at all positions); refuse those that fail, and return every refused name with its reason."""
         logits = self._unembedding.seen()
         record = self._taps.take(key)
         values = {name: self._finish(record, name)[0].to(self.device) for name in record.wants if name in record.pieces}
         self._unembedding.check(values.get("ln_final.hook_out"), logits)
-        proof = Proof(self._locator, values, logits, tokens)
+        proof = Proof(self._locator, self._taps.points, values, logits, tokens)
         silent = {name: f"it never fired in the proof at load: {record.fault or 'nothing called its module'}"
                   for name in record.wants if name not in record.pieces}
         with torch.inference_mode():
@@ -135,7 +135,7 @@ class LensWorker(EngineWorker):
         with torch.inference_mode():
             held = {name for name, ((_, edit),) in record.edits.items()
                     if torch.equal(values[name], edit.value.to(values[name].dtype))}
-            return sorted(held & (Proof(self._locator, values).written(record.edits.keys()) | {LOGITS}))
+            return sorted(held & (Proof(self._locator, self._taps.points, values).written(record.edits.keys()) | {LOGITS}))
 
     def vlens_weight(self, path: str, attribute: str) -> tuple[torch.Tensor, Sharding] | str:
         """A parameter of this rank's model, on the host, and how it is sharded; the reason where it cannot be given."""
@@ -146,20 +146,14 @@ class LensWorker(EngineWorker):
             return str(miss)
 
     def _finish(self, record: Record, name: str) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """Join a point's pieces in the order of positions; unembed them where the point is the logits."""
-        pieces = record.pieces.get(name, [])
-        positions = [p for asked, _ in pieces for p in asked]
-        if not pieces:
-            return torch.empty(0), ()
-        rows = pieces[0][1] if len(pieces) == 1 else torch.cat([t for _, t in pieces])
-        if len(set(positions)) < len(positions):
-            # A preempted request is computed again from its start: the later rows are the ones that counted.
-            latest = {p: n for n, p in enumerate(positions)}
-            positions = sorted(latest)
-            rows = rows[[latest[p] for p in positions]]
-        if self._taps.points[name].row.derive == "unembed":
-            rows = self._unembed(rows, record, positions, record.wants[name].dims)
-        return rows.cpu(), tuple(positions)
+        """A point's value and its positions: unembedded where it is the logits, rebuilt where it is made of others."""
+        point, want = self._taps.points[name], record.wants[name]
+        if point.of:
+            return attention.rebuild(point, want, [_joined(record, point.source(source)) for source in point.of])
+        rows, positions = _joined(record, name)
+        if point.row.derive == "unembed" and positions:
+            rows = self._unembed(rows, record, positions, want.dims)
+        return rows.cpu(), positions
 
     @torch.inference_mode()
     def _unembed(self, rows: torch.Tensor, record: Record, positions: Sequence[int], dims: tuple[int, ...] | None = None
@@ -172,3 +166,18 @@ class LensWorker(EngineWorker):
             record.change(LOGITS, [logits], positions[n * UNEMBED_ROWS :][: len(piece)], counted=False)
             pieces.append(logits[:, columns])
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _joined(record: Record, name: str) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """What was kept under a name, joined in the order of positions."""
+    pieces = record.pieces.get(name, [])
+    positions = [p for asked, _ in pieces for p in asked]
+    if not pieces:
+        return torch.empty(0), ()
+    rows = pieces[0][1] if len(pieces) == 1 else torch.cat([t for _, t in pieces])
+    if len(set(positions)) < len(positions):
+        # A preempted request is computed again from its start: the later rows are the ones that counted.
+        latest = {p: n for n, p in enumerate(positions)}
+        positions = sorted(latest)
+        rows = rows[[latest[p] for p in positions]]
+    return rows, tuple(positions)

@@ -21,8 +21,8 @@ A family file holds
                 or a multiple of a width named before it ("4 * d_model")
     [modules]   role -> path in the live module tree; {i} is the layer
     [reads]     name -> list of arguments or outputs, for rows that read the stream
-    [[row]]     one hook point each: hook, module (a role), `in` or `out` (what is read, or a name of [reads]), axes,
-                meaning; `split`/`part` choose columns of a fused output, whose parts alternate head by head where
+    [[row]]     one hook point each: hook, module (a role), `in` or `out` (what is read, or a name of [reads]) or `of`
+                (the hook points of the same layer that it is rebuilt from, or a name of [reads]), axes, meaning; `split`/`part` choose columns of a fused output, whose parts alternate head by head where
                 `interleaved`; `derive` names a formula over what is read, `factor` (a config key or "sqrt(d_model)")
                 and `helper` (a role) are what it needs besides; `absent` is the reason where a layer lacks the module;
                 `before` places an added row in the order of the forward
@@ -62,6 +62,8 @@ EDITABLE = frozenset({
 })  # fmt: skip
 
 _AXIS_DIMS = {"head": "n_heads", "kv_head": "n_kv_heads", "expert": "n_experts", "k": "n_active"}
+# Axes as long as a prompt: no config knows their sizes.
+TOKEN_AXES = ("pos", "query", "key")
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,10 @@ class Row:
 
     hook     name with {i} for the layer       module   role in the family's module table
     inputs   arguments read, by name or place  outputs  outputs read, by place (one of the two is empty)
-    axes     names of the axes, `pos` first    split    axes of the parts of a fused output; `part` which one
+    axes     names of the axes: `pos` first, or `head`, `query`, `key`
+    split    axes of the parts of a fused output; `part` which one
     derive   formula over what is read, or ""      factor   what a value is multiplied by on its way, or ""
+    of       hook points of the same layer (with {i}) that the value is rebuilt from; nothing is read then
     helper   role of a second module that the formula needs, or ""
     interleaved  the parts of a split alternate head by head
     absent   why a layer has no such point, where the module may be missing
@@ -90,6 +94,7 @@ class Row:
     factor: str = ""
     helper: str = ""
     absent: str = ""
+    of: tuple[str, ...] = ()
 
     @property
     def editable(self) -> bool:
@@ -221,8 +226,16 @@ class Catalog:
     def axes(self, name: str) -> tuple[str, ...]:
         return self.row(name).axes
 
+    def token_axis(self, name: str) -> int:
+        """The place of the axis that the positions of a capture run along: of the queries, where there are keys too."""
+        return self.token_axes(name)[0]
+
+    def token_axes(self, name: str) -> tuple[int, ...]:
+        """The places of the axes that run along the prompt."""
+        return tuple(place for place, axis in enumerate(self.axes(name)) if axis in TOKEN_AXES)
+
     def size(self, axis: str) -> int:
-        """Length of an axis other than `pos`."""
+        """Length of an axis other than TOKEN_AXES."""
         return 1 if axis == "one" else getattr(self.dims, _AXIS_DIMS.get(axis, axis))
 
     def factor(self, row: Row) -> float:
@@ -236,6 +249,11 @@ class Catalog:
 
     def editable(self, name: str) -> bool:
         return self.row(name).editable
+
+    def sources(self, name: str) -> tuple[str, ...]:
+        """The hook points that a rebuilt one is made of; none of any other."""
+        row, layer = self.points[name]
+        return tuple(source.replace("{i}", str(layer)) for source in row.of)
 
     def definition(self, name: str) -> str:
         return self.row(name).meaning
@@ -415,10 +433,10 @@ def _merged(base: dict[str, dict[str, Any]], own: dict[str, dict[str, Any]]) -> 
 
 def _row(family: str, entry: dict[str, Any], fields: dict[str, Any]) -> Row:
     roles = [entry["module"], *([entry["helper"]] if "helper" in entry else [])]
-    if not all(role in fields["modules"] for role in roles) or ("in" in entry) == ("out" in entry):
-        raise BugError(f"family {family}: the row of {entry['hook']} needs a known module, and `in` or `out`")
-    inputs, outputs = (fields["reads"][read] if isinstance(read, str) else read
-                       for read in (entry.get("in", ()), entry.get("out", ())))
+    if not all(role in fields["modules"] for role in roles) or sum(key in entry for key in ("in", "out", "of")) != 1:
+        raise BugError(f"family {family}: the row of {entry['hook']} needs a known module, and `in`, `out` or `of`")
+    inputs, outputs, of = (fields["reads"][read] if isinstance(read, str) else read
+                           for read in (entry.get("in", ()), entry.get("out", ()), entry.get("of", ())))
     return Row(
         hook=entry["hook"],
         module=entry["module"],
@@ -427,6 +445,7 @@ def _row(family: str, entry: dict[str, Any], fields: dict[str, Any]) -> Row:
         axes=tuple(entry["axes"]),
         meaning=entry["meaning"],
         split=tuple(entry.get("split", ())),
+        of=tuple(of),
         **{name: entry[name] for name in ("part", "derive", "interleaved", "factor", "helper", "absent") if name in entry},
     )
 
@@ -448,6 +467,7 @@ def _check(family: Family) -> None:
     targets = {target.replace("{last}", "{i}") for target in family.aliases.values()}
     wrong = [f"{h} twice" for h in set(hooks) if hooks.count(h) > 1]
     wrong += [f"alias of unknown {t}" for t in targets - set(hooks)]
+    wrong += [f"{row.hook} rebuilt from unknown {h}" for row in family.rows for h in row.of if h not in hooks]
     wrong += [f"{h} both given and refused" for h in family.refused if h in hooks or h in family.aliases]
     if wrong:
         raise BugError(f"family {family.name}: {', '.join(wrong)}")
