@@ -6,6 +6,7 @@ Everything else in this project uses vLLM's documented surface (`LLM`, `Sampling
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -207,6 +208,11 @@ class Scoring(NamedTuple):
     slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether there is nothing but a scale and a window."""
+        return self.softcap is None and self.slopes is None and self.sinks is None
+
 
 def attention_scoring(attention: torch.nn.Module) -> Scoring:
     """How a live attention layer scores (0.26 to 0.32: attributes of the layer and of its backend's `impl`).
@@ -227,6 +233,13 @@ def attention_scoring(attention: torch.nn.Module) -> Scoring:
     # A backend writes "no softcap" as None or 0.
     return Scoring(float(impl.scale), getattr(attention, "sliding_window", None), getattr(impl, "logits_soft_cap", None) or None,
                    getattr(impl, "alibi_slopes", None), getattr(impl, "sinks", None))
+
+
+def forward_context(config: Any) -> contextlib.AbstractContextManager[None]:
+    """What modules that ask for the running forward find when vlens runs them itself (0.26 to 0.32)."""
+    from vllm.forward_context import set_forward_context
+
+    return set_forward_context(None, config)
 
 
 def inspect_models_in_process() -> None:

@@ -65,6 +65,8 @@ class Proof:
         self._tokens = tokens
         self._spec = locator.catalog.spec
         self._layers = locator.catalog.n_layers
+        self._order = {name: n for n, name in enumerate(locator.catalog.names)}
+        self._changed: AbstractSet[str] | None = None
 
     def verdict(self) -> dict[str, str]:
         """Points that an identity contradicts, or that none speaks about -> the reason.
@@ -93,13 +95,19 @@ class Proof:
         An identity speaks about the changed ones among its points where the last of them, in the order of the forward,
         was left alone.
         """
-        order = {name: n for n, name in enumerate(self._locator.catalog.names)}
+        self._changed = changed
         obeyed: dict[str, bool] = {}
         for check in self._checks():
-            if max(check.points, key=order.__getitem__) not in changed:
+            if self._matters(*check.points):
                 for point in changed & set(check.points):
                     obeyed[point] = obeyed.get(point, True) and not _fault(check)
         return {point for point, well in obeyed.items() if well}
+
+    def _matters(self, *points: str) -> bool:
+        """Whether an identity over these points is asked for: what is not need not be computed."""
+        if self._changed is None:
+            return True
+        return not self._changed.isdisjoint(points) and max(points, key=self._order.__getitem__) not in self._changed
 
     def _checks(self) -> Iterator[Check]:
         yield from self._ends()
@@ -123,7 +131,7 @@ class Proof:
     def _check(self, law: str, got: str, want: Callable[..., torch.Tensor], *of: str) -> Iterator[Check]:
         """The identity got = want(of); nothing where one of them was not located: it is refused already."""
         found = self._at(got, *of)
-        if found is None:
+        if found is None or not self._matters(got, *of):
             return
         try:
             wanted = want(*found[1:])
@@ -309,7 +317,7 @@ class Proof:
     def _projection(self, role: str, layer: int, source: str, parts: tuple[str, ...]) -> Iterator[Check]:
         """A fused projection's columns, part by part: a wrong part does not blame the others."""
         found = self._at(source, *parts)
-        if found is None:
+        if found is None or not any(self._matters(part, source) for part in parts):
             return
         product = self._project(role, layer, found[0])
         widths = [t[0].numel() for t in found[1:]]

@@ -83,12 +83,14 @@ class Session:
             self._check(one, one_chunk)
         return fed
 
-    def run(self, requests: Sequence[Request], progress: Progress) -> tuple[list[Result], float]:
-        """(results in order, seconds that their forwards took), by the engine, which the first call starts."""
+    def run(self, requests: Sequence[Request], progress: Progress, variants: bool = False) -> tuple[list[Result], float]:
+        """(results in order, seconds that their forwards took), by the engine, which the first call starts; `variants` of
+        one prompt compute once what they share."""
         driver = self.driver(progress)
         progress(RUNNING)
         began = time.monotonic()
-        return driver.run(requests, self._cancelled, self._between), time.monotonic() - began
+        run = driver.run_variants if variants else driver.run
+        return run(requests, self._cancelled, self._between), time.monotonic() - began
 
     def in_turn(self, pieces: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
         """The same pieces; about every second other queries are answered between two of them, and the rest is broken off

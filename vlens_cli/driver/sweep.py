@@ -222,7 +222,7 @@ def _run(session: Session, requests: Sequence[Request], metric: effect.Metric, p
     raw: list[float] = []
     seconds = 0.0
     for begin in range(0, len(requests), max(1, piece)):
-        results, more = session.run(requests[begin : begin + piece], progress)
+        results, more = session.run(requests[begin : begin + piece], progress, variants=True)
         raw += [_raw(result, metric) for result in results]
         seconds += more
     return raw, seconds

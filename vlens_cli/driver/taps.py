@@ -57,13 +57,13 @@ class Record:
     def change(self, name: str, tensors: list[torch.Tensor], positions: Sequence[int], start: int = 0,
                counted: bool = True) -> None:
         """Apply the edits of one point, in order, to the rows of `positions`, which begin at row `start` of the
-        tensors [rows, ...]."""
+        tensors [rows, ...]. Logits that are formed once more, to be kept, do not count once more."""
         for n, edit in self.edits.get(name, ()):
             placed = _placed(edit, positions)
             if placed:
                 rows = writes.places([start + row for _, row in placed])
                 writes.write(edit, tensors, rows, writes.places([at for at, _ in placed]))
-                self.fired[n] += counted
+                self.fired[n] = self.fired[n] + 1 if counted else max(self.fired[n], 1)
 
 
 def _placed(edit: Edit, positions: Sequence[int]) -> list[tuple[int, int]]:
@@ -164,12 +164,13 @@ DERIVE: dict[str, Callable[[Point, list[torch.Tensor]], torch.Tensor]] = {
 class Taps:
     """The hooks of one worker: installed on the modules of the points that live requests ask, removed with the last.
 
-    `logits` is the module whose output the engine samples from.
+    `segments` tells, inside a forward, which rows belong to which request; `logits` is the module whose output the
+    engine samples from.
     """
 
-    def __init__(self, runner: Any, points: dict[str, Point], logits: torch.nn.Module, device: torch.device) -> None:
+    def __init__(self, segments: Callable[[], list[internals.Segment]], points: dict[str, Point], logits: torch.nn.Module, device: torch.device) -> None:
         self.points = points
-        self._runner = runner
+        self._segments_now = segments
         self._logits = logits
         self._device = device
         self._records: dict[str, Record] = {}
@@ -222,6 +223,12 @@ class Taps:
                 del self._asking[name]
                 self._unwatch(self.points[name])
         return record
+
+    def raise_fault(self) -> None:
+        """Raise what the first hook body that failed has raised."""
+        for record in self._records.values():
+            if record.fault is not None:
+                raise record.fault
 
     def held(self) -> dict[str, int]:
         return {"requests": len(self._records), "hooks": len(self._handles)}
@@ -340,7 +347,7 @@ class Taps:
 
     def _segments(self) -> dict[str, internals.Segment]:
         if self._step is None:
-            self._step = {segment.request: segment for segment in internals.step_segments(self._runner)}
+            self._step = {segment.request: segment for segment in self._segments_now()}
         return self._step
 
 

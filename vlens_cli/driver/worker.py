@@ -17,6 +17,7 @@ from vlens_cli.driver.base import LOGITS, Edit, Want
 from vlens_cli.driver.gather import Sharding
 from vlens_cli.driver.locate import Locator
 from vlens_cli.driver.proof import Proof
+from vlens_cli.driver.replay import Replay, variant
 from vlens_cli.driver.taps import Record, Taps
 from vlens_cli.driver.unembed import UNEMBED_ROWS, Unembedding
 from vlens_cli.families import Catalog, catalog_for
@@ -38,8 +39,9 @@ class LensWorker(EngineWorker):
         self._locator = Locator(model, self._catalog)
         self._unembedding = Unembedding(model, self._locator)
         points, self._refused = self._locator.points()
-        self._taps = Taps(self.model_runner, points, self._locator.module("logits"), self.device)
+        self._taps = Taps(lambda: internals.step_segments(self.model_runner), points, self._locator.module("logits"), self.device)
         self._edits: dict[str, tuple[Edit, ...]] = {}
+        self._replay: Replay | None = None
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         for new in scheduler_output.scheduled_new_reqs:
@@ -126,6 +128,14 @@ class LensWorker(EngineWorker):
         for name in self._refused:
             self._taps.points.pop(name, None)
         return self._refused
+
+    def vlens_replay(self, stream: torch.Tensor, edits: list[tuple[Edit, ...]]) -> torch.Tensor:
+        """Last position's logits [1 + len(edits), d_vocab] of a prompt plain and under each of `edits`, from its stream
+        before the first block. Raises LookupError where its blocks cannot be run one by one, or an edit is outside them."""
+        if self._replay is None:
+            self._replay = Replay(self._unembedding, self._locator, self._taps.points, self.vllm_config, self.device)
+        layers = {name: self._catalog.layer(name) for name in self._taps.points}
+        return self._replay.run(stream, [variant(each, layers) for each in edits])
 
     def vlens_prove_writes(self, key: str) -> list[str]:
         """Which of the points that the finished request `key` has set (all of its positions) hold what was set, and are
