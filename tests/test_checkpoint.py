@@ -11,9 +11,11 @@ from vlens_cli import checkpoint
 from vlens_cli.errors import StartError
 from vlens_cli.families import FAMILIES, catalog_for, check_checkpoint, load
 
+# By every family's keys: a family reads its own.
 CONFIG = {
-    "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 12, "vocab_size": 32,
+    "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2,
+    "intermediate_size": 12, "vocab_size": 32, "n_layer": 2, "n_embd": 8, "n_head": 4, "ffn_dim": 12,
+    "num_local_experts": 3, "num_experts_per_tok": 2, "tie_word_embeddings": False,
 }  # fmt: skip
 
 
@@ -24,11 +26,13 @@ def config_of(family: str, **more: object) -> dict:
 def whole(config: dict) -> set[str]:
     """The tensors that the family's own rows name."""
     catalog = catalog_for(config)
-    holds = {"always": True, "never": False}
+    config = catalog.spec.defaults | config
+    holds = {"always": True, "never": False, "maybe": False}
     names = set()
     for pattern, when in catalog.spec.checkpoint.items():
         wanted = holds[when] if when in holds else not config.get(when[1:]) if when[0] == "!" else bool(config.get(when))
-        names |= {pattern.replace("{i}", str(i)) for i in range(2)} if wanted else set()
+        each = {pattern.replace("{i}", str(i)).replace("{e}", str(e)) for i in range(2) for e in range(3)}
+        names |= each if wanted else set()
     return names
 
 
@@ -66,6 +70,25 @@ def test_a_tied_head_may_be_there_or_not_and_an_untied_one_must():
     check_checkpoint(catalog_for(tied), tied, names | {"lm_head.weight"})
     with pytest.raises(StartError, match="lm_head"):
         check_checkpoint(catalog_for(untied), untied, names)
+
+
+def test_names_without_the_models_prefix_and_masks_are_taken():
+    config = config_of("gpt2", tie_word_embeddings=True)
+    bare = {name.removeprefix("transformer.") for name in whole(config)}
+    check_checkpoint(catalog_for(config), config, bare | {"h.0.attn.bias"})
+    with pytest.raises(StartError, match=r"lacks weights that the model has: transformer\.wpe\.weight"):
+        check_checkpoint(catalog_for(config), config, bare - {"wpe.weight"})
+
+
+@pytest.mark.parametrize(("family", "key"), [
+    ("gpt_neox", "use_parallel_residual"), ("stablelm", "use_parallel_residual"), ("cohere", "use_qk_norm"),
+    ("opt", "do_layer_norm_before"), ("falcon", "parallel_attn"),
+])
+def test_a_layout_that_this_version_does_not_read_is_refused(family, key):
+    catalog_for(config_of(family))
+    other = not load(family).when[key]
+    with pytest.raises(StartError, match=f"{key} = {not other}, and config.json has {other}"):
+        catalog_for(config_of(family, **{key: other}))
 
 
 @pytest.mark.parametrize(("family", "key"), [("llama", "sliding_window"), ("qwen3", "logit_scale"), ("phi3", "bias")])

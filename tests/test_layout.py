@@ -100,7 +100,6 @@ def test_what_is_no_layout_is_a_bug(text):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layout_of_a_family_names_its_axes_once(family):
     rows = load(family).params.values()
-    assert len(rows) > 10
     for row in rows:
         expected = sorted(axis for axis in row.axes if "{e}" not in row.tensor or axis != row.axes[0])
         assert sorted(chosen(layout.parse(row.layout))) == expected, row.name

@@ -8,8 +8,10 @@ import pytest
 import torch
 from compare import assert_close, of_prompt, reference, relative_error, worst_row
 from engines import capture
-from vlens_cli.families import FAMILIES, load
+from vlens_cli import families
 
+# Those that the tests of other commands go through: one shape each would do, and engines take long to start.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 # Families whose plain logits in vLLM differ from transformers', and by how much of each value at most (`differs` in the
 # family's file says why).
 DIFFER = {"bloom": 5e-4}
@@ -22,7 +24,7 @@ def spread(count: int, vocabulary: int) -> list[int]:
     return [(7919 * n + 104729) % (vocabulary - 10) + 5 for n in range(count)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families.FAMILIES)
 def test_every_point_of_a_tiny_family_equals_transformers(engines, tiny, family, record_property):
     folder = tiny(family)
     prompts = [SHORT, spread(150, 512)]
@@ -34,7 +36,7 @@ def test_every_point_of_a_tiny_family_equals_transformers(engines, tiny, family,
         assert got.keys() == of_prompt(want, p).keys(), "not the points that the model has"
         limit = DIFFER.get(family, 1e-5)
         assert_close(got, of_prompt(want, p), whole=limit, row=10 * limit)
-    assert bool(load(family).differs) == (family in DIFFER)
+    assert bool(families.load(family).differs) == (family in DIFFER)
 
 
 def test_a_norm_whose_weight_holds_zeros_gives_finite_right_values(engines, tiny):

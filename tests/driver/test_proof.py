@@ -9,15 +9,7 @@ from engines import Engines, capture
 from test_numbers import SHORT
 from vlens_cli import families
 from vlens_cli.errors import HookError
-
-
-def change(monkeypatch, hook: str, **fields: object) -> None:
-    """Load the llama family with one row changed, as a wrong TOML file would have it."""
-    right = families.load("llama")
-    rows = tuple(replace(row, **fields) if row.hook == hook else row for row in right.rows)
-    wrong = replace(right, rows=rows)
-    assert wrong != right
-    monkeypatch.setattr(families, "load", lambda name: wrong if name == "llama" else right)
+from vlens_cli.families import Catalog
 
 
 WRONG = {
@@ -41,21 +33,86 @@ WRONG = {
 }
 
 
+# In families of other shapes: what their own shape invites.
+WRONG_ELSEWHERE = {
+    "the sum rule where the first of two tensors is the stream": (
+        "cohere", "blocks.{i}.hook_resid_post", {"outputs": (0, 1)}),
+    "what the second of two tensors is": ("stablelm", "blocks.{i}.hook_resid_post", {"outputs": (1,)}),
+    "attention's own output for what is added": ("gemma2", "blocks.{i}.hook_attn_out", {"module": "attn"}),
+    "the norm after the MLP for the one before": ("gemma2", "blocks.{i}.ln2.hook_out", {"module": "ln2_post"}),
+    "an embedding that is not scaled": (
+        "gemma2", "hook_embed", {"module": "embed", "inputs": (), "outputs": (0,), "factor": ""}),
+    "what is added without its multiplier": ("granite", "blocks.{i}.hook_mlp_out", {"derive": "", "factor": ""}),
+    "an embedding without its multiplier": (
+        "granite", "hook_embed", {"module": "embed", "inputs": (), "outputs": (0,), "factor": ""}),
+    "queries and keys of other heads": ("gpt_neox", "blocks.{i}.attn.hook_q", {"part": 1}),
+    "the stream after the MLP's norm, of another layer": ("gpt_neox", "blocks.{i}.hook_mlp_out", {"module": "attn"}),
+    "positions for tokens": ("gpt2", "hook_embed", {"module": "pos_embed"}),
+    "weights of experts for their logits": ("mixtral", "blocks.{i}.mlp.hook_router_logits", {
+        "derive": "expert_indices", "helper": "experts", "axes": ("pos", "k")}),
+}
+
+
+@pytest.fixture(scope="module")
+def reread(tiny):
+    """reread(family, rows): a driver whose worker has located and proved these rows; one engine a family."""
+    from vlens_cli.driver.boot import prepare
+
+    prepare()
+    mine = Engines()
+
+    def with_rows(family: str, rows: tuple[families.Row, ...]):
+        driver = mine.open(tiny(family))
+        spec = replace(families.load(family), rows=rows)
+        worker = driver._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        driver.catalog = Catalog(spec, driver.catalog.dims, driver.catalog._config)
+        worker._locate(driver.catalog)
+        driver._find_points()
+        return driver
+
+    yield with_rows
+    mine.close()
+
+
+def changed(family: str, hook: str, fields: dict) -> tuple[families.Row, ...]:
+    """A family's rows with one changed, as a wrong TOML file would have it."""
+    right = families.load(family).rows
+    wrong = tuple(replace(row, **fields) if row.hook == hook else row for row in right)
+    assert wrong != right
+    return wrong
+
+
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_row_is_refused_by_name(tiny, monkeypatch, what):
+def test_a_wrong_row_is_refused_by_name(reread, what):
     hook, fields = WRONG[what]
-    change(monkeypatch, hook, **fields)
-    fresh = Engines()
-    try:
-        driver = fresh.open(tiny("llama"))
-        name = hook.replace("{i}", "1")
-        assert name in driver.non_fireable_hook_points
-        assert name not in driver.supported_hook_points
-        with pytest.raises(HookError, match="refused"):
-            capture(driver, [SHORT], [name])
-        others = {n for n in driver.non_fireable_hook_points if families._fold(n)[0] != hook}
-        # Only the stream that a norm divides says what its divisor is, and only z and v what a pattern is.
-        alone = ("hook_scale", "hook_attn_scores", "hook_pattern", "hook_result")
-        assert {n for n in others if not n.endswith(alone)} == set(), "a point that is right was refused too"
-    finally:
-        fresh.close()
+    driver = reread("llama", changed("llama", hook, fields))
+    name = hook.replace("{i}", "1")
+    assert name in driver.non_fireable_hook_points
+    assert name not in driver.supported_hook_points
+    with pytest.raises(HookError, match="refused"):
+        capture(driver, [SHORT], [name])
+    others = {n for n in driver.non_fireable_hook_points if families._fold(n)[0] != hook}
+    # Only the stream that a norm divides says what its divisor is, and only z and v what a pattern is.
+    alone = ("hook_scale", "hook_attn_scores", "hook_pattern", "hook_result")
+    assert {n for n in others if not n.endswith(alone)} == set(), "a point that is right was refused too"
+
+
+def test_a_row_of_the_next_layer_is_refused_by_name(reread, monkeypatch):
+    from vlens_cli.driver.locate import Locator
+
+    real = Locator.module
+
+    def off_by_one(self, role, layer=None):
+        return real(self, role, layer + 1 if role == "ln1" and layer == 1 else layer)
+
+    monkeypatch.setattr(Locator, "module", off_by_one)
+    driver = reread("llama", families.load("llama").rows)
+    assert {n for n in driver.non_fireable_hook_points if n.startswith("blocks.1.")} >= {
+        f"blocks.1.ln1.hook_{point}" for point in ("out", "scale", "normalized")}
+
+
+@pytest.mark.parametrize("what", WRONG_ELSEWHERE)
+def test_a_wrong_row_of_another_shape_is_refused_by_name(reread, what):
+    family, hook, fields = WRONG_ELSEWHERE[what]
+    driver = reread(family, changed(family, hook, fields))
+    assert hook.replace("{i}", "1") in driver.non_fireable_hook_points

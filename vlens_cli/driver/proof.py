@@ -72,15 +72,18 @@ class Proof:
         """Points that an identity contradicts, or that none speaks about -> the reason.
 
         Where an identity fails, the blame falls on those of its points that no other identity confirms; where all
-        are confirmed elsewhere, on all of them.
+        are confirmed elsewhere, on all of them. What confirms a point must not rest on one that is blamed: two rows that
+        read the same wrong layer agree with each other.
         """
         found = [(check.points, _fault(check)) for check in self._checks()]
-        confirmed = {point for points, fault in found if not fault for point in points}
         failed: dict[str, str] = {}
-        for points, fault in found:
-            if fault:
-                blamed = [point for point in points if point not in confirmed] or points
-                failed = {**dict.fromkeys(blamed, fault), **failed}
+        while True:
+            confirmed = {p for points, fault in found if not fault and not failed.keys() & set(points) for p in points}
+            blamed = {p: fault for points, fault in found if fault
+                      for p in [p for p in points if p not in confirmed] or points}
+            if blamed.keys() <= failed.keys():
+                break
+            failed = {**blamed, **failed}
         silent = self._points.keys() - {point for points, _ in found for point in points}
         refused = {**dict.fromkeys(silent, "the proof at load says nothing about it"), **failed}
         for name, point in self._points.items():
@@ -367,7 +370,7 @@ def turn_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 def _fault(check: Check) -> str:
     """Why a check fails, or nothing."""
-    limit, error = TOLERANCE[check.got.dtype], check.error()
+    limit, error = TOLERANCE.get(check.got.dtype, TOLERANCE[torch.float32]), check.error()
     if error <= limit:
         return ""
     return f"failed the proof at load: {check.law} is off by {error:.1e} (limit {limit:.0e})"

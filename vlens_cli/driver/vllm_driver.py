@@ -56,10 +56,14 @@ class VLLMDriver:
         self._rate = 0.0
         self._replays = True
         self._llm = boot.boot(spec, plan)
+        self._find_points()
+
+    def _find_points(self) -> None:
+        """Have the worker locate the catalog's points, and prove them."""
         with boot.translated():
             located = self._call("vlens_points")
         self.non_fireable_hook_points: dict[str, str] = {**located["refused"], **self._prove(located["points"])}
-        self.supported_hook_points = tuple(n for n in catalog.names if n not in self.non_fireable_hook_points)
+        self.supported_hook_points = tuple(n for n in self.catalog.names if n not in self.non_fireable_hook_points)
         self.non_editable_hook_points = self._prove_writes()
         self._end = contract.agreed(self._llm.collective_rpc("vlens_end"))
         self.provides_sequence_logits = LOGITS in self.supported_hook_points or (

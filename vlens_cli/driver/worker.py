@@ -33,10 +33,13 @@ class LensWorker(EngineWorker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
+        internals.let_attention_be_hooked(self.model_runner.get_model())
+        self._locate(catalog_for(self.model_config.hf_config.to_dict()))
+
+    def _locate(self, catalog: Catalog) -> None:
         model = self.model_runner.get_model()
-        self._catalog: Catalog = catalog_for(self.model_config.hf_config.to_dict())
-        internals.let_attention_be_hooked(model)
-        self._locator = Locator(model, self._catalog)
+        self._catalog = catalog
+        self._locator = Locator(model, catalog)
         self._unembedding = Unembedding(model, self._locator)
         points, self._refused = self._locator.points()
         self._taps = Taps(lambda: internals.step_segments(self.model_runner), points, self._locator.module("logits"), self.device)
