@@ -144,11 +144,28 @@ class Weights:
         """The checkpoint tensors that a row is read from, in order; empty where the checkpoint has them not."""
         name = row.tensor.replace("{i}", layer)
         if "{e}" not in name:
-            return (name,) if name in self.stored else ()
-        found: list[str] = []
-        while (each := name.replace("{e}", str(len(found)))) in self.stored:
-            found.append(each)
-        return tuple(found)
+            found = self._spelt(name)
+            return () if found is None else (found,)
+        experts: list[str] = []
+        while (each := self._spelt(name.replace("{e}", str(len(experts))))) is not None:
+            experts.append(each)
+        return tuple(experts)
+
+    def _spelt(self, tensor: str) -> str | None:
+        """A tensor as this checkpoint names it, which may leave out the family's prefix."""
+        if tensor in self.stored:
+            return tensor
+        short = tensor.removeprefix(self.catalog.spec.prefix)
+        return short if short in self.stored else None
+
+    @cached_property
+    def holders(self) -> dict[str, list[str]]:
+        """A checkpoint's tensors -> the TransformerLens names whose weights lie in them, tied ones left out."""
+        found: dict[str, list[str]] = {}
+        for name, (row, layer) in self.rows.items():
+            for tensor in () if self.is_tied(row) else self.tensors_of(row, layer):
+                found.setdefault(tensor, []).append(name)
+        return found
 
     def is_tied(self, row: ParamRow) -> bool:
         """Whether a weight is another's value in this model: by its config, whatever its checkpoint holds beside."""
@@ -171,9 +188,12 @@ class Weights:
     def aliases(self) -> dict[str, str]:
         """Other names -> the name that they mean."""
         found = {alias.replace("{i}", layer): name for name, (row, layer) in self.rows.items() for alias in row.aliases}
-        for row, tensor in ((row, row.tensor) for row, _ in self.rows.values() if self.is_tied(row)):
-            if tensor not in self.stored:
-                found[tensor] = self.tensors_of(*self.rows[row.tied])[0]
+        for row, layer in self.rows.values():
+            full, source = row.tensor.replace("{i}", layer), (row, layer)
+            if self.is_tied(row):
+                source = self.rows[row.tied]
+            if "{e}" not in full and full not in self.stored:
+                (found[full],) = self.tensors_of(*source)
         return found
 
     @property
@@ -185,8 +205,13 @@ class Weights:
     def names(self) -> dict[str, tuple[str, ...]]:
         """Every name, aliases left out -> its kinds."""
         found = {name: (LENS,) for name in self.rows}
-        found |= {name: (CHECKPOINT, ENGINE) if name in self.live else (CHECKPOINT,) for name in self.stored}
-        return found | {name: (ENGINE,) for name in self.live if name not in found}
+        found |= {name: (CHECKPOINT, ENGINE) if self._is_as_live(name) else (CHECKPOINT,) for name in self.stored}
+        return found | {name: (ENGINE,) for name in self.live if name not in found and name not in self.aliases}
+
+    def _is_as_live(self, tensor: str) -> bool:
+        """Whether the engine has a tensor of this name in the same form."""
+        rows = [self.rows[name][0] for name in self.live.get(tensor, ())]
+        return bool(rows) and all(row.layout == row.live for row in rows)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -243,18 +268,26 @@ class Weights:
                view: View | None) -> Param:
         return Param(name, self.names[name], axes, shape, dtype, tensors, view, (None,) * len(shape))
 
-    def other_names(self, param: Param) -> tuple[str, ...]:
+    def other_names(self, name: str) -> tuple[str, ...]:
         """The other names of the same numbers, which may give them permuted."""
-        same = [name for name, target in self.aliases.items() if target == param.name]
-        for name, (row, layer) in self.rows.items():
-            if self.is_tied(row):
-                row, layer = self.rows[row.tied]
-            tensors = self.tensors_of(row, layer)
-            if tensors == param.tensors and (param.row is None or "+" not in row.layout or name == param.name):
-                same.append(name)
-        if param.row is not None and len(param.tensors) == 1 and "+" not in param.row.layout:
-            same += param.tensors
-        return tuple(name for name in dict.fromkeys(same) if name != param.name)
+        return tuple(other for other in self._alike[self._group(name)] if other != name)
+
+    @cached_property
+    def _alike(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name in (*self.names, *self.aliases):
+            found.setdefault(self._group(name), []).append(name)
+        return found
+
+    def _group(self, name: str) -> str:
+        """One name that stands for all of the same numbers."""
+        name = self.aliases.get(name, name)
+        if name in self.rows:
+            row = self.rows[name][0]
+            return row.tied if self.is_tied(row) else name
+        holders = self.holders.get(name, ())
+        row = self.rows[holders[0]][0] if len(holders) == 1 else None
+        return name if row is None or "{e}" in row.tensor or "+" in row.layout else holders[0]
 
 
 def _contradiction(tensor: str, fault: ValueError) -> StartError:
@@ -306,7 +339,7 @@ def entry(param: Param, weights: Weights, source: str | None = None, raw: bool =
     the axes that were cut, `aliases` other names of the same numbers, which may give them permuted."""
     scale = _scale(param, weights) if source == CHECKPOINT and not raw else None
     return {
-        "name": param.name, "kinds": list(param.kinds), "aliases": list(weights.other_names(param)),
+        "name": param.name, "kinds": list(param.kinds), "aliases": list(weights.other_names(param.name)),
         "axes": list(param.axes) if any(param.axes) else [], "shape": list(param.final_shape),
         "dtype": "float32" if scale else NAMES.get(param.dtype, param.dtype),
         **({"source": source} if source else {}),
@@ -350,11 +383,13 @@ def _piece(stored: Stored, view: View) -> dict[str, Any]:
 
 def notes(found: Sequence[Param], weights: Weights) -> tuple[str, ...]:
     """What a user must know of these weights, a line each."""
-    lines = [param.row.note for param in found if param.row is not None and param.row.note]
-    lines += [f"{param.name} is {param.row.tied if param.row else param.tensors[0]}: this model's embeddings are tied"
+    lines = [f"{param.name} is {param.row.tied if param.row else param.tensors[0]}: this model's embeddings are tied"
               for param in found if param.tied]
     unused = {row.tensor for row, _ in weights.rows.values() if weights.is_tied(row)} & weights.stored.keys()
     lines += [f"the model does not use {param.name}: its embeddings are tied" for param in found if param.name in unused]
+    if weights.catalog and weights.catalog.spec.norm == "rms_plus_one" and any(
+            "ln" in param.name or "norm" in param.name for param in found):
+        lines.append("norms of this family multiply by 1 + weight; the weight is given as it is stored")
     if any("kv_head" in param.axes for param in found):
         dims = weights.catalog.dims
         if dims.n_kv_heads < dims.n_heads:

@@ -97,24 +97,27 @@ def unembedding(processor: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
 
 
 def weight(layer: torch.nn.Module, attribute: str) -> torch.Tensor:
-    """A parameter of one module on this rank, on the host and in the model's dtype.
+    """A parameter of one module on this rank, as it was loaded: on the host and in the model's dtype.
 
-    vLLM (0.32, CPU) packs the weights of linear layers for its kernels and empties the parameters, and widens some
-    biases to float32. A packed weight is read back by pushing the identity matrix through the layer's kernel: each sum
-    has one term that is not zero, so every value is exact, but for the sign of zeros. Raises LookupError where the layer
-    has no such parameter, or keeps it in another form than it was loaded in.
+    vLLM (0.32, CPU) packs the weights of linear layers for its kernels and empties the parameters, shuffles those of
+    experts, and widens some biases to float32. Experts are in the module itself in 0.26, and in its `routed_experts` in
+    0.32. Raises LookupError where the layer has no such parameter, or keeps it quantized.
     """
+    layer = getattr(layer, "routed_experts", layer)
     value = getattr(layer, attribute, None)
     if not isinstance(value, torch.Tensor):
         raise LookupError(f"the engine's layer has no {attribute}")
     method = getattr(layer, "quant_method", None)
     if method is not None and not type(method).__name__.startswith("Unquantized"):
         raise LookupError(f"the engine keeps this layer quantized ({type(method).__name__})")
-    if value.numel():
-        return value.detach().to(device="cpu", dtype=getattr(layer, "params_dtype", value.dtype))
-    if attribute != "weight" or not hasattr(layer, "input_size_per_partition"):
-        raise LookupError(f"the engine has emptied {attribute}")
-    return _unpacked(layer, value)
+    if not value.numel():
+        if attribute != "weight" or not hasattr(layer, "input_size"):
+            raise LookupError(f"the engine has emptied {attribute}")
+        return _unpacked(layer, value)
+    experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+    if getattr(experts, "isa", None) and not getattr(experts, "_use_zentorch", False):
+        return _unshuffled(value.detach(), attribute, experts)
+    return value.detach().to(device="cpu", dtype=getattr(layer, "params_dtype", value.dtype))
 
 
 # Rows of the identity that are pushed at once: a whole one of a wide layer takes gigabytes.
@@ -123,8 +126,9 @@ _ROWS = 512
 
 @torch.inference_mode()
 def _unpacked(layer: torch.nn.Module, emptied: torch.Tensor) -> torch.Tensor:
-    """[out, in] of a linear layer whose weight is packed away."""
-    width = layer.input_size_per_partition
+    """[out, in] of a linear layer whose weight is packed away, read back by pushing the identity through its kernel: each
+    sum has one term that is not zero, so every value is exact, but for the sign of zeros."""
+    width = getattr(layer, "input_size_per_partition", layer.input_size)
     columns = []
     for start in range(0, width, _ROWS):
         rows = torch.zeros(min(_ROWS, width - start), width, dtype=emptied.dtype, device=emptied.device)
@@ -137,6 +141,30 @@ def _unpacked(layer: torch.nn.Module, emptied: torch.Tensor) -> torch.Tensor:
     return found
 
 
+@torch.inference_mode()
+def _unshuffled(value: torch.Tensor, attribute: str, experts: Any) -> torch.Tensor:
+    """The experts' weights [expert, rows, columns] in the order in which they were loaded, without what pads them.
+
+    0.32, CPU: `CPUUnquantizedExperts` keeps each expert's in its kernel's order, which packing the places shows.
+    """
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    count, rows, columns = value.shape
+    places = torch.arange(rows * columns, dtype=torch.int32)
+    packed = torch.zeros_like(places)
+    for shift in range(0, max(1, (rows * columns - 1).bit_length()), 8):
+        # Numbers below 256 are exact in every dtype.
+        digit = (places >> shift & 255).to(value.dtype).view(1, rows, columns)
+        packed |= cpu_prepack_moe_weight(digit, experts.isa).view(-1).int() << shift
+    found = torch.empty_like(value).view(count, -1)
+    found[:, packed.long()] = value.view(count, -1)
+    found, width = found.view_as(value), experts.moe_config.intermediate_size_per_partition
+    if attribute == "w13_weight":
+        gate, up = found.chunk(2, dim=1)
+        return torch.cat([gate[:, :width], up[:, :width]], dim=1)
+    return found[:, :, :width].contiguous()
+
+
 def sharding(layer: torch.nn.Module, attribute: str) -> Sharding:
     """How a parameter of a module is spread over ranks, by the module's class (vLLM 0.26 to 0.32).
 
@@ -147,6 +175,10 @@ def sharding(layer: torch.nn.Module, attribute: str) -> Sharding:
     )
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+    moe = getattr(getattr(layer, "routed_experts", layer), "moe_config", None)
+    if moe is not None:
+        width = moe.intermediate_size_per_partition
+        return Sharding(1, (width, width)) if attribute == "w13_weight" else Sharding(2)
     match layer:
         case QKVParallelLinear():
             kv = layer.num_kv_heads

@@ -36,10 +36,11 @@ def _numbers(session: Session, query: ParamQuery, weights: Weights, found: tuple
              ) -> list[Numbers]:
     driver = session.driver(progress)
     progress(RUNNING)
+    from vlens_cli.driver.weights import as_numbers
     from vlens_cli.reader import answer as reader
 
     live = driver.weights(weights)
-    return [_live(live, param) if _is_live(query, param) else reader.mapped(params.reading(param, weights, query.raw))
+    return [as_numbers(live.tensor(param)).chosen(param.select) if _is_live(query, param) else reader.mapped(params.reading(param, weights, query.raw))
             for param in found]
 
 
@@ -79,16 +80,3 @@ def _others(query: ParamQuery, found: tuple[Param, ...]) -> list[Numbers | None]
     if missing := [param.name for param in found if param.name not in theirs]:
         raise UsageError(f"{query.compare} has no {missing[0]}", code="unknown_param")
     return [reader.mapped(params.reading(theirs[param.name], weights, query.raw)) for param in found]
-
-
-def _live(live: Any, param: Param) -> Numbers:
-    """The chosen part of an engine's weight as numbers that numpy reads."""
-    import torch
-
-    from vlens_cli.driver.blob import DTYPES
-    from vlens_cli.reader.arrays import RAW, Numbers
-
-    tensor = live.tensor(param)
-    dtype = DTYPES[tensor.dtype]
-    bits = tensor if RAW[dtype].startswith("f") else tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.int16)
-    return Numbers(bits.numpy().view(RAW[dtype]), dtype).chosen(param.select)

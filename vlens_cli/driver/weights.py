@@ -8,16 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
-from vlens_cli import layout
+from vlens_cli import layout, params
+from vlens_cli.checkpoint import NAMES
+from vlens_cli.driver.blob import DTYPES
 from vlens_cli.driver.gather import gather
 from vlens_cli.errors import QueryError, UsageError
 from vlens_cli.families import ParamRow
 from vlens_cli.params import Param, Weights
+from vlens_cli.reader import answer as reader
+from vlens_cli.reader.arrays import RAW, Numbers
 
 # (path of a module, name of its parameter) -> for each rank (tensor, sharding).
 Fetch = Callable[[str, str], list]
+
+
+def as_tensor(numbers: Numbers) -> torch.Tensor:
+    """Numbers of a type that torch has, as a tensor of their own."""
+    raw = np.ascontiguousarray(numbers.raw)
+    dtype = getattr(torch, NAMES[numbers.dtype])
+    return torch.from_numpy(raw.view(f"i{raw.itemsize}").copy()).view(dtype)
+
+
+def as_numbers(tensor: torch.Tensor) -> Numbers:
+    """A tensor on the host as numbers, without a copy."""
+    dtype = DTYPES[tensor.dtype]
+    bits = tensor if RAW[dtype].startswith("f") else tensor.view(torch.int16)
+    return Numbers(bits.numpy().view(RAW[dtype]), dtype)
 
 
 class LiveWeights:
@@ -50,7 +69,18 @@ class LiveWeights:
         row, layer = self._weights.rows[name]
         if self._weights.is_tied(row):
             return self._in_order(*self._weights.rows[row.tied], row.axes)
-        return self._in_order(row, layer, row.axes)
+        found = self._in_order(row, layer, row.axes)
+        if "{e}" in row.tensor:
+            self._check_experts(name, found)
+        return found
+
+    def _check_experts(self, name: str, found: torch.Tensor) -> None:
+        """Kernels for experts shuffle weights without a change of shape (vLLM 0.26 to 0.32: FlashInfer, AMX, ROCm), and
+        nothing says so: what is not the checkpoint's cannot be told from what is shuffled."""
+        numbers = reader.mapped(params.reading(self._weights.param(name), self._weights))
+        if not torch.equal(as_tensor(numbers).to(found.dtype), found):
+            raise QueryError(f"the engine keeps {name} in its kernel's own order", hint="--from checkpoint",
+                             code="not_in_engine")
 
     def _in_order(self, row: ParamRow, layer: str, axes: tuple[str, ...]) -> torch.Tensor:
         whole = self._engine(row, layer)
@@ -63,8 +93,7 @@ class LiveWeights:
 
     def _stored(self, tensor: str) -> torch.Tensor:
         """A checkpoint's tensor, of the weights that lie in it."""
-        names = [name for name, (row, layer) in self._weights.rows.items()
-                 if tensor in self._weights.tensors_of(row, layer) and not self._weights.is_tied(row)]
+        names = self._weights.holders.get(tensor)
         if not names:
             raise UsageError(f"the engine keeps no weight of this name: {tensor}", hint="--from checkpoint",
                              code="not_in_engine")

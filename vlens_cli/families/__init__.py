@@ -15,7 +15,7 @@ A family file holds
                 {i} is the layer, {e} the expert
     [params]    TransformerLens' name of a weight -> its axes there, and where it lies: `checkpoint = "TENSOR LAYOUT"`,
                 `engine = "ROLE.ATTRIBUTE LAYOUT"` (layout.py has the language); `tied` names the weight that it is where
-                embeddings are tied, `aliases` other names, `note` what a user must know
+                embeddings are tied, `aliases` other names
     prefix      what tensor names may lack ("transformer.")      ignored  ends of names that no engine needs
     [dims]      which config key gives each width, or several of which the first that is there counts; also a number,
                 or a multiple of a width named before it ("4 * d_model")
@@ -123,7 +123,6 @@ class ParamRow:
     live: str
     tied: str = ""
     aliases: tuple[str, ...] = ()
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -458,7 +457,7 @@ def _param(family: str, name: str, entry: dict[str, Any], modules: dict[str, str
         raise BugError(f"family {family}: the row of {name} needs a tensor with its layout, and a known module")
     return ParamRow(
         name=name, axes=tuple(entry["axes"].split()), tensor=tensor, layout=layout, module=module, attribute=attribute,
-        live=live, tied=entry.get("tied", ""), aliases=tuple(entry.get("aliases", ())), note=entry.get("note", ""),
+        live=live, tied=entry.get("tied", ""), aliases=tuple(entry.get("aliases", ())),
     )
 
 
