@@ -331,7 +331,7 @@ def test_a_crash_in_the_middle_of_a_file_leaves_what_was_there(vlens, before):
 
 def test_a_full_disk_is_no_bug(vlens):
     done = vlens.capture("full", "-o", "a.safetensors")
-    told(done, 1, "could not be written", "No space left on device")
+    told(done, 1, f"the file could not be written, No space left on device: {vlens.work / 'a.safetensors'}\n")
     assert sorted(os.listdir(vlens.work)) == ["model", "r", "started"]
 
 

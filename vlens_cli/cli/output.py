@@ -153,6 +153,11 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         os.replace(draft, path)
     except OSError as error:
         raise QueryError(f"the file could not be written, {error.strerror}: {path}", code="output_failed") from error
+    except QueryError as error:
+        if error.code == "output_failed":
+            # The engine knows the file by its descriptor alone.
+            error.message += f": {path}"
+        raise
     finally:
         with suppress(FileNotFoundError):
             draft.unlink()

@@ -319,7 +319,7 @@ def _job(verb: Any, frame: dict[str, Any], descriptor: int | None) -> Job:
 
 
 def _not_written(fault: OSError) -> dict[str, Any]:
-    error = QueryError(f"the file could not be written: {fault.strerror}", code="output_failed")
+    error = QueryError(f"the file could not be written, {fault.strerror}", code="output_failed")
     return {**error.as_dict(), "exit": error.exit_code}
 
 
