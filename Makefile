@@ -1,5 +1,6 @@
 # make demo    set up .venv and ask the first question      make bench   run the benchmarks
 # make test    the same environment, and the tests          make clean   remove what make made
+# make test-peers   the tests against TransformerLens, which it installs into the same environment
 #
 # PYTHON=python3.12 chooses the interpreter (3.11 or newer), EXTRA=cpu or cuda the engine.
 
@@ -11,13 +12,16 @@ BIN := .venv/bin
 BEGUN := .venv/.begun
 PROMPT := The Eiffel Tower is located in the city of
 
-.PHONY: demo test bench clean
+.PHONY: demo test test-peers bench clean
 
 demo: .venv/.installed
 	$(BIN)/vlens capture --table --hook blocks.3.hook_resid_post "$(PROMPT)"
 
 test: .venv/.installed-test
 	$(BIN)/python -m pytest
+
+test-peers: .venv/.installed-peers
+	$(BIN)/python -m pytest tests/driver/test_bridge.py
 
 bench: .venv/.installed-test
 	@set -e; for script in tests/bench/*.py; do echo "$$script"; $(BIN)/python "$$script"; done
@@ -55,5 +59,8 @@ answers = $(BIN)/python -c 'import sys, urllib.request as r; r.urlopen(sys.argv[
 
 .venv/.installed-test: .venv/.installed
 	$(call install,$(EXTRA)$(comma)test)
+
+.venv/.installed-peers: .venv/.installed-test
+	$(call install,$(EXTRA)$(comma)test$(comma)transformerlens)
 
 comma := ,

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from transformer_lens.model_bridge import RemoteBridge
+
+    from vlens_cli.driver.resident import ResidentDriver
     from vlens_cli.driver.vllm_driver import VLLMDriver
 
 
@@ -24,3 +27,35 @@ def open_driver(model: str | None = None, **fields: object) -> VLLMDriver:
         from vlens_cli.driver.session import Session
 
         return Session(spec, found.config).driver(lambda text: None)
+
+
+def _resident(model: str | None, **fields: object) -> ResidentDriver:
+    from vlens_cli import models
+    from vlens_cli.driver.resident import ResidentDriver
+    from vlens_cli.query import EngineSpec
+
+    found = models.resolve(model)
+    return ResidentDriver(EngineSpec(model=str(found.folder), name=found.name, revision=found.revision, **fields), found)
+
+
+def bridge(model: str | None = None, *, resident: bool = False, **fields: object) -> RemoteBridge:
+    """TransformerLens' bridge over `open_driver(model, **fields)`: run_with_cache, run_with_hooks, loss, `intervene=`.
+
+    `resident` asks the resident engine instead, which stays when the bridge is closed. Hook points have every name that
+    vlens understands. Needs the extra `transformerlens`; raises StartError without.
+    """
+    from vlens_cli.errors import StartError
+
+    try:
+        import transformer_lens  # noqa: F401
+    except ImportError as fault:
+        raise StartError("TransformerLens is not installed", hint="pip install 'vlens_cli[transformerlens]'",
+                         code="no_transformerlens") from fault
+    driver = _resident(model, **fields) if resident else open_driver(model, **fields)
+    try:
+        from vlens_cli.driver.lens_bridge import over
+
+        return over(driver)
+    except BaseException:
+        driver.close()
+        raise

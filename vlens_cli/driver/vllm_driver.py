@@ -239,8 +239,9 @@ class VLLMDriver:
         edits = [contract.edits(intervene, self.catalog, self._canonical, span, len(span.ids) + new - 1) for span in at]
         results = self.run([Request(span.ids, wants, new, edit, return_logits and source is None)
                             for span, edit in zip(at, edits, strict=True)])
-        captured = {name: contract.put_back([r.captured[is_].value for r in results], at, 0.0, self.catalog.token_axes(is_))
-                    for name, is_ in asked.items()}
+        values = {name: contract.put_back([r.captured[name].value for r in results], at, 0.0, self.catalog.token_axes(name))
+                  for name in {*asked.values()}}
+        captured = {name: values[is_] for name, is_ in asked.items()}
         logits = [self._logits_of(r, len(span.ids)) for r, span in zip(results, at, strict=True)] if return_logits else None
         return ForwardResult(
             logits=None if logits is None else contract.put_back(logits, at, float("-inf")), captured=captured,
