@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from reference import TREES, Widths, load  # noqa: F401  (hides packages and goes offline first)
+from reference import Captures, Probe, load, norm_eps, root_mean_square, weighed  # (hides packages, goes offline first)
 
 import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -44,126 +43,108 @@ def edited(x: Tensor, edit: dict[str, Any], tensors: dict[str, Tensor]) -> Tenso
     return out
 
 
-class Editor:
-    """A loaded model whose forward obeys the edits of the running case."""
+class Editor(Probe):
+    """A loaded model whose forward obeys the edits of the running case: what the probe would keep is changed first, in
+    place, so that whatever transformers does with the same tensor later sees the change."""
 
     def __init__(self, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-        self.model, self.tensors = model, tensors
-        self.tree, self.widths = TREES[model.config.model_type], Widths.of(model.config)
+        self.tensors = tensors
         self.case: list[dict[str, Any]] = []
-        self.got: dict[str, Tensor] = {}
-        self.layer = 0
-        self._hook_all()
+        self.got: Captures = {}
+        super().__init__(model)
+        for name in self.norm_sources():
+            self._on_norm(name)
 
-    def run(self, tokens: list[int], case: list[dict[str, Any]]) -> tuple[Tensor, dict[str, Tensor]]:
-        self.case, self.got = case, {}
+    def logits(self, tokens: list[int], case: list[dict[str, Any]]) -> Tensor:
+        """[pos, d_vocab]; `got` then has the points that the case edits, after the edit."""
+        self.case, self.got, self.captures, self.tokens = case, {}, {}, tokens
         with torch.no_grad():
             logits = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits
-        return self._change("unembed.hook_out", logits)[0], self.got
+            self._keep("unembed.hook_out", logits)
+        return logits[0]
 
-    def close(self) -> None:
-        """Put the modelling module back as it was."""
-        self.modelling.apply_rotary_pos_emb = self.rotate
-        self.modelling.torch = torch
+    def _change(self, name: str, x: Tensor) -> None:
+        """x [pos, ...], a view of what the model goes on with."""
+        for edit in self.case:
+            if edit["name"] == name:
+                x.copy_(edited(x, edit, self.tensors))
+                self.got[name] = x.clone()
 
-    def _change(self, name: str, x: Tensor, heads: int | None = None) -> Tensor:
-        """x [1, pos, width], its last axis split into heads where they are given."""
-        mine = [edit for edit in self.case if edit["name"] == name]
-        if not mine:
-            return x
-        flat = x[0] if heads is None else x[0].unflatten(-1, (heads, -1))
-        for edit in mine:
-            flat = edited(flat, edit, self.tensors)
-        self.got[name] = flat.clone()
-        return flat.reshape(x.shape)
+    def _keep(self, name: str, value: Tensor, heads: int | None = None) -> None:
+        rows = value[0] if value.ndim > 2 else value
+        self._change(name, rows if heads is None else rows.unflatten(-1, (heads, -1)))
+        super()._keep(name, value, heads)
 
-    def _on_output(self, path: str, name: str, heads: int | None = None) -> None:
-        def hook(_: nn.Module, __: Any, output: Any) -> Any:
-            if isinstance(output, tuple):
-                return (self._change(name, output[0], heads), *output[1:])
-            return self._change(name, output, heads)
+    def _on_output(self, module: nn.Module, name: str, heads: int | None = None, factor: float = 1.0,
+                   head_first: bool = False) -> None:
+        """A multiplier that no module has: the value is changed as it will be, and taken back."""
+        if factor == 1:
+            return super()._on_output(module, name, heads, factor, head_first)
 
-        self.model.get_submodule(path).register_forward_hook(hook)
+        def hook(_: nn.Module, __: tuple, output: Any) -> None:
+            value = output[0] if isinstance(output, tuple) else output
+            times = value * factor
+            self._keep(name, times, heads)
+            if name in self.got:
+                value.copy_(times / factor)
 
-    def _on_parts(self, path: str, parts: list[tuple[str, int, int | None]]) -> None:
-        def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-            pieces = output.split([width for _, width, _ in parts], dim=-1)
-            return torch.cat([self._change(n, p, heads) for (n, _, heads), p in zip(parts, pieces, strict=True)], -1)
+        module.register_forward_hook(hook)
+        return None
 
-        self.model.get_submodule(path).register_forward_hook(hook)
+    def _on_parts(self, module: nn.Module, split: Any, parts: list[tuple[str, int | None]]) -> None:
+        """Parts that lie head by head are no views when they are joined."""
+        if not self.tree.by_head:
+            return super()._on_parts(module, split, parts)
 
-    def _on_input(self, path: str, name: str, heads: int | None = None, in_place: bool = False) -> None:
-        """`in_place` for a stream that transformers also keeps under another name, to be added to later."""
+        def hook(_: nn.Module, __: tuple, output: Tensor) -> None:
+            views = output.unflatten(-1, (self.widths.heads, 3, -1)).unbind(-2)
+            for (name, heads), view in zip(parts, views, strict=True):
+                flat = view.flatten(-2)
+                self._keep(name, flat, heads)
+                view.copy_(flat.view_as(view))
 
-        def hook(_: nn.Module, args: tuple, kwargs: dict) -> Any:
-            x = args[0] if args else kwargs["hidden_states"]
-            new = self._change(name, x, heads)
-            if in_place:
-                x.copy_(new)
-                return None
-            return ((new, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": new})
+        module.register_forward_hook(hook)
+        return None
 
-        self.model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
+    def _hook_mlp(self, i: int) -> None:
+        super()._hook_mlp(i)
+        if self.has_experts(i):
+            self.block(i).get_submodule(self.tree.router).register_forward_hook(lambda _, __, out: self._route(i, *out))
 
-    def _on_norm(self, path: str, name: str) -> None:
+    def _route(self, i: int, logits: Tensor, weights: Tensor, indices: Tensor) -> None:
+        """A router module chooses before its hook can change the logits: choose again."""
+        if f"blocks.{i}.mlp.hook_router_logits" in self.got:
+            shares, chosen = logits.softmax(-1).topk(indices.shape[-1])
+            normalized = getattr(self.config, "norm_topk_prob", True)
+            weights.copy_(shares / shares.sum(-1, keepdim=True) if normalized else shares)
+            indices.copy_(chosen)
+
+    def _on_norm(self, name: str) -> None:
         """A norm's stream before its weight: recomputed from its input where an edit asks for it."""
 
-        def hook(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-            if not any(edit["name"] == name for edit in self.case):
-                return output
-            x = args[0]
-            normalized = x / (x.square().mean(-1, keepdim=True) + self.model.config.rms_norm_eps).sqrt()
-            return (module.weight * self._change(name, normalized)).to(output.dtype)
+        def hook(module: nn.Module, args: tuple, output: Tensor) -> None:
+            if any(edit["name"] == f"{name}.hook_normalized" for edit in self.case):
+                centred = self.centred(args[0])
+                normalized = centred / root_mean_square(centred, norm_eps(self.config))
+                self._change(f"{name}.hook_normalized", normalized[0] if normalized.ndim > 2 else normalized)
+                output.copy_(weighed(self, module, normalized.double()))
 
-        self.model.get_submodule(path).register_forward_hook(hook)
-
-    def _hook_all(self) -> None:
-        self._on_output(self.tree.embed, "hook_embed")
-        for i in range(self.widths.layers):
-            self._hook_block(i)
-        self._on_norm(self.tree.final_norm, "ln_final.hook_normalized")
-        self._hook_rotation()
-
-    def _hook_block(self, i: int) -> None:
-        tree, w, at, block = self.tree, self.widths, f"blocks.{i}", f"{self.tree.layers}.{i}"
-        self._on_input(block, f"{at}.hook_resid_pre", in_place=True)
-        self._on_norm(f"{block}.{tree.ln1}", f"{at}.ln1.hook_normalized")
-        heads = {"q": w.heads, "k": w.kv_heads, "v": w.kv_heads}
-        if tree.qkv:
-            self._on_parts(f"{block}.{tree.qkv}", [(f"{at}.attn.hook_{c}", width, heads[c])
-                                                  for c, width in zip("qkv", w.qkv_parts, strict=True)])
-        else:
-            for c in "qkv":
-                self._on_output(f"{block}.{getattr(tree, c)}", f"{at}.attn.hook_{c}", heads[c])
-        self._on_input(f"{block}.{tree.o}", f"{at}.attn.hook_z", w.heads)
-        self._on_output(f"{block}.{tree.attention}", f"{at}.hook_attn_out")
-        self._on_input(f"{block}.{tree.ln2}", f"{at}.hook_resid_mid", in_place=True)
-        self._on_norm(f"{block}.{tree.ln2}", f"{at}.ln2.hook_normalized")
-        pre, linear = f"{at}.mlp.hook_pre", f"{at}.mlp.hook_pre_linear"
-        if tree.gate_up:
-            self._on_parts(f"{block}.{tree.gate_up}", [(pre, w.d_mlp, None), (linear, w.d_mlp, None)])
-        else:
-            self._on_output(f"{block}.{tree.gate}", pre)
-            self._on_output(f"{block}.{tree.up}", linear)
-        self._on_input(f"{block}.{tree.down}", f"{at}.mlp.hook_post")
-        self._on_output(f"{block}.{tree.mlp}", f"{at}.hook_mlp_out")
-        self._on_output(block, f"{at}.hook_resid_post")
+        self.norm_module(name).register_forward_hook(hook)
 
     def _hook_rotation(self) -> None:
-        modelling = self.modelling = sys.modules[type(self.model).__module__]
-        rotate: Callable[..., tuple[Tensor, Tensor]] = modelling.apply_rotary_pos_emb
-        self.rotate = rotate
+        super()._hook_rotation()
+        keep = self.modelling.apply_rotary_pos_emb
 
-        def rotate_and_change(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            turned = zip(("rot_q", "rot_k"), rotate(q, k, *args, **kwargs), strict=True)
-            q, k = (self._change(f"blocks.{self.layer}.attn.hook_{n}", t.transpose(1, 2).flatten(2), t.shape[1])
-                    .unflatten(-1, (t.shape[1], -1)).transpose(1, 2) for n, t in turned)
-            return q, k
+        def rotate_change_and_keep(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            # Kept by the probe as a copy, which is not what the model goes on with.
+            case, self.case = self.case, []
+            turned = keep(q, k, *args, **kwargs)
+            self.case = case
+            for c, t in zip("qk", turned, strict=True):
+                self._change(f"blocks.{self.layer}.attn.hook_rot_{c}", t.transpose(1, 2)[0])
+            return turned
 
-        modelling.apply_rotary_pos_emb = rotate_and_change
-        for i in range(self.widths.layers):
-            attention = self.model.get_submodule(f"{self.tree.layers}.{i}.{self.tree.attention}")
-            attention.register_forward_pre_hook(lambda *_, i=i: setattr(self, "layer", i))
+        self.modelling.apply_rotary_pos_emb = rotate_change_and_keep
 
 
 def main(job: dict[str, Any]) -> None:
@@ -171,12 +152,12 @@ def main(job: dict[str, Any]) -> None:
     out: dict[str, Tensor] = {}
     if job["fp64"]:
         exact = Editor(load(Path(job["folder"]), torch.float64), {key: t.double() for key, t in tensors.items()})
-        out |= {f"exact/{n}": exact.run(job["tokens"], case)[0] for n, case in enumerate(job["cases"])}
+        out |= {f"exact/{n}": exact.logits(job["tokens"], case) for n, case in enumerate(job["cases"])}
         exact.close()
     editor = Editor(load(Path(job["folder"]), torch.float32), tensors)
     for n, case in enumerate(job["cases"]):
-        out[f"logits/{n}"], got = editor.run(job["tokens"], case)
-        out |= {f"got/{n}/{name}": value for name, value in got.items()}
+        out[f"logits/{n}"] = editor.logits(job["tokens"], case)
+        out |= {f"got/{n}/{name}": value for name, value in editor.got.items()}
     save_file({key: t.contiguous() for key, t in out.items()}, job["out"])
 
 
