@@ -23,10 +23,10 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 # Points that are set together in one forward of the proof of writes: of two neighbours in the forward, one only.
 WRITTEN_TOGETHER = (
-    ("hook_embed", "hook_pos_embed", "hook_q", "hook_k", "hook_z", "hook_resid_mid", "hook_pre", "hook_pre_linear",
+    ("hook_embed", "hook_pos_embed", "hook_q", "hook_k", "hook_resid_mid", "hook_pre", "hook_pre_linear",
      "hook_mlp_out"),
     ("hook_resid_pre", "hook_rot_q", "hook_rot_k", "hook_v", "hook_attn_out", "hook_post", "hook_router_logits"),
-    ("hook_resid_post", "unembed.hook_out"),
+    ("hook_resid_post", "hook_z", "unembed.hook_out"),
     ("hook_normalized",),
 )  # fmt: skip
 

@@ -331,6 +331,7 @@ class Taps:
                      output: Any) -> None:
         """Only entries that an edit changed: the others keep the engine's bits."""
         target = output[0] if isinstance(output, tuple) else output
+        target = target[0] if point.batch_axis else target
         for rows, before, after in self._renormed.pop(point.name):
             new = internals.norm_affine(point.module, after, point.norm)
             target[rows] = torch.where(after != before, new, target[rows])
