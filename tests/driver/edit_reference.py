@@ -141,7 +141,8 @@ class Editor(Probe):
             turned = keep(q, k, *args, **kwargs)
             self.case = case
             for c, t in zip("qk", turned, strict=True):
-                self._change(f"blocks.{self.layer}.attn.hook_rot_{c}", t.transpose(1, 2)[0])
+                if t.shape[-1] == self.widths.d_head:
+                    self._change(f"blocks.{self.layer}.attn.hook_rot_{c}", t.transpose(1, 2)[0])
             return turned
 
         self.modelling.apply_rotary_pos_emb = rotate_change_and_keep

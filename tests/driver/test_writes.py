@@ -13,7 +13,7 @@ import torch
 from compare import logit_error, relative_error
 from engines import capture
 from safetensors.torch import load_file, save_file
-from test_numbers import FAMILIES
+from vlens_cli import families
 from vlens_cli.driver.base import LOGITS, Edit, Request, Want
 from vlens_cli.errors import UsageError
 
@@ -32,7 +32,9 @@ def cases_of(driver, layers, generator, tokens) -> list[tuple[Edit, ...]]:
     found: list[tuple[Edit, ...]] = []
     (own,) = driver.run([Request(tuple(tokens), dict.fromkeys(driver.supported_hook_points, Want()))])
     names = [n for n in driver.supported_hook_points if driver.catalog.editable(n) and driver.catalog.layer(n) in (None, *layers)]
-    for name in names:
+    # Where only a part of each head turns, transformers has no tensor of the whole that its forward goes on with.
+    partly = driver.catalog.family in ("stablelm", "glm4")
+    for name in (n for n in names if not (partly and "hook_rot_" in n)):
         shape = width(driver, name)
         some = tuple(range(0, shape[-1], 3))
         heads = (shape[0] - 1,) if len(shape) > 1 else None
@@ -91,7 +93,8 @@ def check_cases(driver, folder, layers, work, tokens=PROMPT, fp64=False) -> None
     assert not faults, f"{len(faults)} of {len(cases)}:\n" + "\n".join(faults[:30])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Bloom's own values are further from transformers'; what an edit does to them is the same (see DIFFER in test_numbers).
+@pytest.mark.parametrize("family", [name for name in families.FAMILIES if not families.load(name).differs])
 def test_every_operation_at_every_editable_point_equals_transformers(engines, tiny, family, tmp_path):
     folder = tiny(family)
     driver = engines.open(folder)

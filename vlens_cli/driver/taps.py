@@ -302,8 +302,8 @@ class Taps:
         """Change, then keep, the rows of each request."""
         tensors = point.tensors(args, kwargs, output)
         for record, segment in asking:
-            if point.name in record.edits and point.row.derive == "normalized":
-                self._change_normalized(point, record, tensors, segment)
+            if point.name in record.edits and point.row.derive in ("normalized", "times_factor"):
+                self._change_formed(point, record, tensors, segment)
                 continue
             if point.name in record.edits and not point.row.derive:
                 shaped = [point.shaped(t) for t in tensors]
@@ -311,15 +311,19 @@ class Taps:
             if point.name in record.reads:
                 record.keep(point, tensors, segment)
 
-    def _change_normalized(self, point: Point, record: Record, tensors: list[torch.Tensor],
-                           segment: internals.Segment) -> None:
-        """The engine never forms a stream before its norm's weight: the edited rows are formed here, and go through
-        that weight into the norm's output when that is there."""
+    def _change_formed(self, point: Point, record: Record, tensors: list[torch.Tensor],
+                       segment: internals.Segment) -> None:
+        """What the engine never forms: the stream before its norm's weight, a value that it multiplies later. The edited
+        rows are formed here, kept, and taken to where the engine goes on: through the norm's weight into its output,
+        when that is there, or back over the factor."""
         rows = slice(segment.start, segment.stop)
-        before = DERIVE["normalized"](point, [t[rows] for t in tensors])
+        before = DERIVE[point.row.derive](point, [t[rows] for t in tensors])
         after = before.clone()
         record.change(point.name, [after], _span(segment))
-        self._renormed.setdefault(point.name, []).append((rows, before, after))
+        if point.row.derive == "normalized":
+            self._renormed.setdefault(point.name, []).append((rows, before, after))
+        else:
+            tensors[0][rows] = torch.where(after != before, after / point.factor, tensors[0][rows])
         if point.name in record.wants:
             want = record.wants[point.name]
             positions = _asked(want, segment)

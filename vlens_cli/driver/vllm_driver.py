@@ -56,7 +56,12 @@ class VLLMDriver:
         self._rate = 0.0
         self._replays = True
         self._llm = boot.boot(spec, plan)
-        self._find_points()
+        try:
+            self._find_points()
+        except BaseException:
+            # Nobody has this driver to close it, and what vLLM keeps for the process goes with its last engine.
+            boot.shut_down(self._llm)
+            raise
 
     def _find_points(self) -> None:
         """Have the worker locate the catalog's points, and prove them."""
