@@ -128,9 +128,19 @@ def _row(pos: int, inner: list[int], values: bool) -> dict:
 BLOB = b"what the engine wrote"
 
 
+def proofs(folder: Path) -> list[dict]:
+    """With FAKE_PROOF, what one engine has proved."""
+    if not os.environ.get("FAKE_PROOF"):
+        return []
+    return [{"pid": 77, "fingerprint": "f", "dtype": "bfloat16", "passed": ["hook_embed"],
+             "refused": {"blocks.1.attn.hook_z": "failed the proof at load"},
+             "not_editable": {"hook_embed": "what comes after does not obey"}}]
+
+
 def install() -> None:
     """Put the fakes where the command line imports models and client from."""
-    fakes = {"vlens_cli.models": {"resolve": resolve}, "vlens_cli.daemon.client": {"ask": ask, "Asking": Asking}}
+    fakes = {"vlens_cli.models": {"resolve": resolve}, "vlens_cli.daemon.client": {"ask": ask, "Asking": Asking},
+             "vlens_cli.daemon.launch": {"proofs": proofs}}
     for name, fake in fakes.items():
         module = types.ModuleType(name)
         vars(module).update(fake)

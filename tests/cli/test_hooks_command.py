@@ -66,6 +66,17 @@ def test_the_table_by_layer(shell):
         assert all(f"blocks.{i}.hook_resid_post" in out for i in range(4))
 
 
+def test_what_a_running_engine_has_proved(shell):
+    out = shell.fake("hooks", "--table", env={"FAKE_PROOF": "1"}).stdout
+    assert "the engine of pid 77 (bfloat16): 1 hook points passed the proof at load" in out
+    lines = out.splitlines()
+    assert lines[-2].split() == ["blocks.1.attn.hook_z", "failed", "the", "proof", "at", "load"]
+    assert lines[-1].split()[:3] == ["hook_embed", "not", "editable:"]
+    body = json.loads(shell.fake("hooks", "--json", env={"FAKE_PROOF": "1"}).stdout)
+    assert body["engines"][0]["refused"] == {"blocks.1.attn.hook_z": "failed the proof at load"}
+    assert listed(shell)["engines"] == []
+
+
 def test_aliases_in_the_table(shell):
     out = shell.fake("hooks", "--table", "--aliases").stdout
     lines = out.splitlines()

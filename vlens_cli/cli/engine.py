@@ -61,7 +61,7 @@ def status(as_json: bool, as_table: bool) -> None:
     vlens engine status --json
     """
     as_json = output.wants_json(as_json, as_table)
-    engines = _engines()
+    engines = running()
     _emit(engines, "engine status", as_json)
     if not engines:
         output.say("no engine runs")
@@ -118,7 +118,7 @@ def _homes(model: str | None) -> list[Home]:
     return [home for home in homes if (status := home.status()) and status.folder == folder]
 
 
-def _engines() -> list[dict[str, Any]]:
+def running() -> list[dict[str, Any]]:
     """What each living engine says of itself; of one that does not answer, what its status file and the system say."""
     from vlens_cli import memory
     from vlens_cli.daemon import launch, runtime

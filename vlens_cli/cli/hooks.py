@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vlens_cli.cli import options, output, render
-from vlens_cli.errors import UsageError
+from vlens_cli.errors import StartError, UsageError
 from vlens_cli.hooks import HookRequest, expand, fold, parse
 from vlens_cli.query import SCHEMA_VERSION
 
@@ -38,12 +38,22 @@ def command(
 
     found = models.resolve(model)
     catalog = families.catalog_for(found.config)
-    body = _body(found, catalog, requests)
+    body = _body(found, catalog, requests) | {"engines": _proofs(found)}
     if as_json:
         output.emit(render.to_json(body))
     else:
         rows = _rows(body["hooks"], by_layer=every or bool(patterns), with_aliases=aliases)
         output.emit(render.hooks(body, rows, aliases))
+
+
+def _proofs(model: Model) -> list[dict[str, Any]]:
+    """What the engines that run for this model have proved at load; nothing where the runtime directory is no use."""
+    from vlens_cli.daemon import launch
+
+    try:
+        return launch.proofs(model.folder)
+    except StartError:
+        return []
 
 
 def _parsed(pattern: str) -> HookRequest:

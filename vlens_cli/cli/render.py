@@ -298,6 +298,44 @@ def hooks(body: dict[str, Any], rows: Iterable[Sequence[str]], with_aliases: boo
     if body["refused"]:
         refused = [(entry["name"], entry["reason"]) for entry in body["refused"]]
         parts += [line(), line("not given", "bold"), table([("name", "left"), ("reason", "fold")], refused)]
+    for proof in body["engines"]:
+        parts += [line(), *_proof(proof)]
+    return draw(*parts)
+
+
+def _proof(proof: dict[str, Any]) -> list[Table | Text]:
+    """What an engine has proved at load, in a line, and a row for each point that it refuses or does not edit."""
+    heading = f"the engine of pid {proof['pid']} ({proof['dtype']}): {len(proof['passed'])} hook points passed the proof at load"
+    rows = [*proof["refused"].items(), *((name, f"not editable: {why}") for name, why in proof["not_editable"].items())]
+    return [line(heading, "bold"), *([table([("name", "left"), ("reason", "fold")], rows)] if rows else [])]
+
+
+# What `doctor` gives
+
+
+def findings(body: dict[str, Any]) -> str:
+    """The report of `vlens doctor`: a row a finding, then what mends those that need it."""
+    styles = {"ok": "", "note": "yellow", "problem": "bold red"}
+    rows = [(one["what"], line(one["state"], styles[one["state"]]), visible(one["found"])) for one in body["findings"]]
+    parts = [table([("what", "left"), ("", "left"), ("found", "fold")], rows), line()]
+    for one in body["findings"]:
+        if one["mend"]:
+            parts.append(line(f"{one['what']}: {visible(one['mend'])}"))
+    return draw(*parts, line("vlens can answer" if body["ok"] else "vlens cannot answer: see the problems", "bold"))
+
+
+def compared(body: dict[str, Any]) -> str:
+    """The report of `vlens doctor --check-hf`: the largest error of each hook point over its layers."""
+    model = body["model"]
+    rows = [(one["name"], "" if one["layer"] is None else str(one["layer"]), f"{one['error']:.1e}",
+             line("" if one["ok"] else "too large", "bold red")) for one in body["points"]]
+    columns = [("hook point", "left"), ("worst layer", "right"), ("relative error", "right"), ("", "left")]
+    parts = [line(visible(f"{model['name']} ({model['family']}, {model['dtype']}) against transformers (float32), "
+                          f"{len(body['tokens'])} tokens"), "bold"), line(), table(columns, rows)]
+    if body["uncompared"]:
+        parts += [line(), line(f"not compared: {', '.join(body['uncompared'])}")]
+    worst = max((one["error"] for one in body["points"]), default=0.0)
+    parts += [line(), line(f"largest {worst:.1e}, limit {body['tolerance']:.0e}", "bold")]
     return draw(*parts)
 
 

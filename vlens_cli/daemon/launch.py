@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from vlens_cli import env
@@ -93,27 +94,30 @@ def make_room(home: runtime.Home, keep: int) -> None:
 
 def describe(home: runtime.Home, timeout: float = 2.0) -> dict[str, Any] | None:
     """What a daemon says of itself; None where it does not answer."""
+    return _asked(home, "status", timeout)
+
+
+def proofs(folder: Path) -> list[dict[str, Any]]:
+    """What the running engines of a model have proved at load (`Session.proof`), with their pids; none of one that is
+    still starting, or has another vlens's code."""
+    found = []
+    for home in runtime.homes():
+        status = home.alive()
+        if status is not None and status.folder == str(folder) and (proof := _asked(home, "proof", 2.0)):
+            found.append({"pid": status.pid, "fingerprint": status.fingerprint, **proof})
+    return found
+
+
+def _asked(home: runtime.Home, verb: str, timeout: float) -> dict[str, Any] | None:
     try:
         sock = connect(home, timeout)
         if sock is None:
             return None
         with sock:
-            wire.send(sock, {"verb": "status"})
+            wire.send(sock, {"verb": verb})
             return wire.receive(sock)["reply"]
     except (QueryError, StartError, wire.WireError, TimeoutError, KeyError):
         return None
-
-
-def name_idle_engines(error: VlensError) -> None:
-    """Put the idle engines that could be stopped into the hint of an error that says that memory is short."""
-    from vlens_cli import memory
-
-    if error.code != memory.SHORT:
-        return
-    described = [describe(home) for home in runtime.homes()]
-    stops = [f"`vlens engine stop -m {shlex.quote(one['folder'])}` frees {memory.gigabytes(one['rss_bytes'])}"
-             for one in described if one is not None and one["state"] == "idle" and one["pid"] != os.getpid()]
-    error.hint = "; ".join(filter(None, [*stops, error.hint]))
 
 
 def check_installed() -> None:

@@ -241,6 +241,10 @@ class Server:
             raise QueryError(f"an unknown verb: {verb!r}", code="unknown_verb")
         if verb == "status":
             wire.send(connection, {"final": True, "reply": self.describe()})
+        elif verb == "proof":
+            session = self._session
+            proof = session.proof() if session is not None and session.started else None
+            wire.send(connection, {"final": True, "reply": proof})
         elif verb == "stop":
             # The name goes first: who comes now starts a new engine instead of waiting for one that ends.
             self.close()

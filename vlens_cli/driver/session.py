@@ -56,6 +56,17 @@ class Session:
         """Whether the engine runs."""
         return self._driver is not None
 
+    def proof(self) -> dict[str, Any]:
+        """What the running engine has proved at load: the names that passed, and the others with the reason."""
+        driver = self._driver
+        editable = {name for name in driver.supported_hook_points if name not in driver.non_editable_hook_points}
+        return {
+            "dtype": self.plan.dtype, "passed": list(driver.supported_hook_points),
+            "refused": dict(driver.non_fireable_hook_points),
+            "not_editable": {name: driver.non_editable_hook_points[name] for name in driver.supported_hook_points
+                             if self.catalog.editable(name) and name not in editable},
+        }
+
     def watch(self, cancelled: Callable[[], bool], between: Callable[[], None]) -> None:
         """Until the next call: break a query off between two steps when `cancelled` says so, and call `between`
         between two pieces of a large one, with no request in flight."""

@@ -20,6 +20,10 @@ A family file holds
     [dims]      which config key gives each width, or several of which the first that is there counts; also a number,
                 or a multiple of a width named before it ("4 * d_model")
     [modules]   role -> path in the live module tree; {i} is the layer
+    [hf]        role -> path in transformers' module tree (within a block where the role is one of a block's), for
+                `vlens doctor --check-hf`: independent of [modules], so that one can be checked against the other;
+                by_head (q, k and v of a fused projection alternate), head_first (head norms see [head, pos, d_head]) and
+                transposed (linear layers keep [in, out]) are flags
     [reads]     name -> list of arguments or outputs, for rows that read the stream
     [[row]]     one hook point each: hook, module (a role), `in` or `out` (what is read, or a name of [reads]) or `of`
                 (the hook points of the same layer that it is rebuilt from, or a name of [reads]), axes, meaning; `split`/`part` choose columns of a fused output, whose parts alternate head by head where
@@ -143,6 +147,7 @@ class Family:
     defaults: dict[str, Any]
     when: dict[str, Any]
     checkpoint: dict[str, str]
+    hf: dict[str, Any]
     params: dict[str, ParamRow]
     prefix: str
     differs: str
@@ -383,6 +388,7 @@ def load(name: str) -> Family:
         defaults=fields.get("defaults", {}),
         when=fields.get("when", {}),
         checkpoint=fields["checkpoint"],
+        hf=fields["hf"],
         params={param: _param(name, param, entry, fields["modules"]) for param, entry in fields["params"].items()},
         prefix=fields.get("prefix", ""),
         ignored=tuple(fields["ignored"]),
@@ -418,7 +424,7 @@ def _fields(name: str) -> dict[str, Any]:
         **own,
         "row": rows,
         **{table: {**base.get(table, {}), **own.get(table, {})}
-           for table in ("dims", "modules", "reads", "checkpoint", "defaults", "when")},
+           for table in ("dims", "modules", "hf", "reads", "checkpoint", "defaults", "when")},
         "params": _merged(base.get("params", {}), own.get("params", {})),
         "aliases": aliases,
         "refused": {hook: reason for hook, reason in refused.items() if hook not in hooks and hook not in aliases},

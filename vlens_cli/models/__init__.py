@@ -15,7 +15,7 @@ from vlens_cli.env import DEMO
 from vlens_cli.errors import PathError, VlensError
 from vlens_cli.models.folder import Model, is_whole, load
 
-__all__ = ["DEMO_NAME", "Model", "at_hand", "resolve"]
+__all__ = ["DEMO", "DEMO_NAME", "Model", "at_hand", "is_whole", "resolve"]
 
 DEMO_NAME = "SmolLM2-135M-Instruct"
 

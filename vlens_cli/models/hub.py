@@ -5,11 +5,13 @@ from __future__ import annotations
 import glob
 import os
 import re
+import socket
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from vlens_cli.env import DEMO
 from vlens_cli.errors import INSTALL_HINT, StartError, UsageError
@@ -40,7 +42,7 @@ def find(name: str, revision: str) -> Model:
     shown = name if revision == "main" else f"{name}@{revision}"
     folder = cached_snapshot(name, revision)
     if folder is None:
-        if switch := _switch():
+        if switch := switched_off():
             raise StartError(f"the model is not in the hub cache, and the hub is switched off: {shown}",
                              hint=_near_or(name, f"unset {switch} to download it"), code="hub_offline")
         folder = _download(name, revision, shown)
@@ -62,7 +64,7 @@ def known_names() -> str:
     return f"models that need no network: {', '.join(cached_models())}"
 
 
-def _switch() -> str | None:
+def switched_off() -> str | None:
     """The variable that switches the hub off, if one does: huggingface_hub's words for true."""
     on = ("1", "on", "yes", "true")
     return next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -100,6 +102,17 @@ def _alike(one: str, other: str) -> bool:
     from difflib import SequenceMatcher
 
     return SequenceMatcher(None, one.lower(), other.lower()).ratio() > 0.7
+
+
+def answers(seconds: float) -> bool:
+    """Whether the hub takes a connection within that time."""
+    url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    address = (url.hostname or "", url.port or (80 if url.scheme == "http" else 443))
+    try:
+        _within(seconds, lambda: socket.create_connection(address, seconds).close())
+    except OSError:  # TimeoutError among them
+        return False
+    return True
 
 
 def _download(name: str, revision: str, shown: str) -> Path:
