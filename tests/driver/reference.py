@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import traceback
@@ -92,7 +93,9 @@ class Tree:
     up: str | None = "mlp.up_proj"
     gate_up: str | None = None
     down: str = "mlp.down_proj"
+    latent: bool = False  # attention without a key and a value for each head
     router: str | None = None
+    shared: str | None = None  # experts that every position has
     experts: str = "mlp.experts"
     activation: str | None = None  # where no key of the config names it
     transposed: bool = False  # linear layers keep [in, out]
@@ -145,6 +148,8 @@ TREES = {
         qkv="self_attention.query_key_value", by_head=True, rotation=None, alibi=True, o="self_attention.dense",
         mlp_output="mlp.dense_4h_to_h", gate="mlp.dense_h_to_4h", up=None, down="mlp.dense_4h_to_h", activation="gelu_bloom",
     ),
+    "gpt_oss": Tree(router="mlp.router", sinks="self_attn.sinks"),
+    "deepseek_v2": Tree(latent=True, rotation=None, router="mlp.gate", shared="mlp.shared_experts"),
     "falcon": Tree(
         layers="transformer.h", embed="transformer.word_embeddings", final_norm="transformer.ln_f", norm="layer",
         parallel=True, ln2=None, attention="self_attention", qkv="self_attention.query_key_value",
@@ -176,7 +181,7 @@ class Widths:
             layers=config.num_hidden_layers,
             heads=heads,
             kv_heads=1 if one_kv_head else getattr(config, "num_key_value_heads", None) or heads,
-            d_head=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            d_head=getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads,
             d_mlp=4 * config.hidden_size if four else widths[0],
         )
 
@@ -277,7 +282,7 @@ class Probe:
         self._on_output(self.model.get_submodule(tree.final_norm), "ln_final.hook_out")
         if tree.rotation:
             self._hook_rotation()
-        for i in range(self.widths.layers):
+        for i in range(self.widths.layers if not tree.latent else 0):
             self._hook_softmax(i)
 
     def _hook_block(self, i: int) -> None:
@@ -297,6 +302,9 @@ class Probe:
     def _hook_attention(self, i: int) -> None:
         tree, widths, block, at = self.tree, self.widths, self.block(i), f"blocks.{i}.attn"
         heads = {"q": widths.heads, "k": widths.kv_heads, "v": widths.kv_heads}
+        self._on_input(block.get_submodule(tree.o), f"{at}.hook_z", widths.heads)
+        if tree.latent:
+            return
         if tree.qkv:
             parts = [(f"{at}.hook_{c}", heads[c]) for c in "qkv"]
             self._on_parts(block.get_submodule(tree.qkv), self.split_qkv, parts)
@@ -308,14 +316,16 @@ class Probe:
                 norm = block.get_submodule(path)
                 all_heads = norm.weight.shape == (heads[c] * widths.d_head,)
                 self._on_output(norm, f"{at}.hook_{c}_normed", heads[c] if all_heads else None, head_first=tree.head_first)
-        self._on_input(block.get_submodule(tree.o), f"{at}.hook_z", widths.heads)
 
     def _hook_mlp(self, i: int) -> None:
         tree, block, at = self.tree, self.block(i), f"blocks.{i}.mlp"
         if self.has_experts(i):
             def keep(_: nn.Module, __: tuple, output: tuple) -> None:
-                for name, value in zip(("router_logits", "expert_weights", "expert_indices"), output, strict=True):
-                    self._keep(f"{at}.hook_{name}", value)
+                logits, weights, indices = output
+                order = weights.argsort(dim=-1, descending=True)  # some routers do not sort
+                self._keep(f"{at}.hook_router_logits", logits)
+                self._keep(f"{at}.hook_expert_weights", weights.gather(-1, order))
+                self._keep(f"{at}.hook_expert_indices", indices.gather(-1, order))
 
             block.get_submodule(tree.router).register_forward_hook(keep)
             return
@@ -330,7 +340,9 @@ class Probe:
 
     def has_experts(self, i: int) -> bool:
         """Whether a layer's MLP is a mixture of experts: some families mix the two."""
-        return self.tree.router is not None and i not in (getattr(self.config, "mlp_only_layers", None) or ())
+        dense = i in (getattr(self.config, "mlp_only_layers", None) or ()) or i < getattr(
+            self.config, "first_k_dense_replace", 0)
+        return self.tree.router is not None and not dense
 
     def _hook_added(self, i: int, sublayer: str, output: str, post: str | None) -> None:
         """What a sublayer gives, and what is added to the stream, where a norm or a multiplier comes between."""
@@ -358,11 +370,14 @@ class Probe:
             attention.register_forward_pre_hook(lambda *_, i=i: setattr(self, "layer", i))
 
     def _hook_softmax(self, i: int) -> None:
-        """What the softmax inside an attention is given and what it gives, [1, head, query, key], without sinks."""
-        softmax = nn.functional.softmax
+        """What the softmax inside an attention is given and what it gives, [1, head, query, key], without sinks (with which
+        a row is given less its maximum: what their column lost is given back)."""
+        softmax, sinks = nn.functional.softmax, self.tree.sinks and self.block(i).get_parameter(self.tree.sinks)
 
         def keep(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             out = softmax(x, *args, **kwargs)
+            if sinks is not None:
+                x = x - (x[..., -1:] - sinks[:, None, None])
             for name, table in (("attn_scores", x), ("pattern", out)):
                 assert f"blocks.{i}.attn.hook_{name}" not in self.captures, f"{name} fired twice"
                 kept = table[0, :, :, : len(self.tokens)].clone()
@@ -511,6 +526,13 @@ def block_identities(probe: Probe, values: Captures, i: int) -> Iterator[Identit
 
 def attention_identities(probe: Probe, v: Captures, i: int) -> Iterator[Identity]:
     tree, config, block = probe.tree, probe.config, probe.block(i)
+    attn_out = apply(block.get_submodule(tree.o), v["attn.hook_z"].flatten(1), tree.transposed)
+    yield "attention = z @ W_O", v.get("attn.hook_out", v["hook_attn_out"]), attn_out, False
+    o = block.get_submodule(tree.o)
+    summed = v["attn.hook_result"].double().sum(1) + (0 if getattr(o, "bias", None) is None else o.bias.double())
+    yield "results, summed over heads = attention", summed, v.get("attn.hook_out", v["hook_attn_out"]), False
+    if tree.latent:
+        return
     source = v["ln1.hook_out" if tree.ln1 else "hook_resid_pre"].double()
     weights, biases = qkv_weights(probe, block)
     for c, weight, bias in zip("qkv", weights, biases, strict=True):
@@ -531,11 +553,6 @@ def attention_identities(probe: Probe, v: Captures, i: int) -> Iterator[Identity
     z = attention(probe, i, q, k, v["attn.hook_v"].double())
     yield "z = softmax(q k) v", v["attn.hook_z"], z, False
     yield from table_identities(probe, i, v, q, k)
-    o = block.get_submodule(tree.o)
-    summed = v["attn.hook_result"].double().sum(1) + (0 if o.bias is None else o.bias.double())
-    yield "results, summed over heads = attention", summed, v.get("attn.hook_out", v["hook_attn_out"]), False
-    attn_out = apply(block.get_submodule(tree.o), v["attn.hook_z"].flatten(1), tree.transposed)
-    yield "attention = z @ W_O", v.get("attn.hook_out", v["hook_attn_out"]), attn_out, False
 
 
 def head_norm_identities(probe: Probe, norm: nn.Module, v: Captures, c: str) -> Iterator[Identity]:
@@ -585,9 +602,24 @@ def expert_identities(probe: Probe, v: Captures, i: int, source: Tensor, out: Te
     total = torch.zeros_like(source)
     for row in range(len(source)):
         for weight, e in zip(weights[row], chosen[row].tolist()):
-            gate, up = linear(source[row], experts.gate_up_proj[e].double()).chunk(2)
-            total[row] += weight * linear(activation(probe)(gate) * up, experts.down_proj[e].double())
+            total[row] += weight * expert(probe, experts, e, source[row])
+    if probe.tree.shared:
+        gate, up, down = (block.get_submodule(f"{probe.tree.shared}.{name}_proj") for name in ("gate", "up", "down"))
+        total += apply(down, activation(probe)(apply(gate, source)) * apply(up, source))
     yield "MLP = the chosen experts, weighed", out, total, False
+
+
+def expert(probe: Probe, experts: nn.Module, e: int, x: Tensor) -> Tensor:
+    """One expert's MLP of one row; gpt-oss' has weights [in, out], gate and up in turn, biases, and limits (its model
+    card's clamped SwiGLU)."""
+    if not hasattr(experts, "gate_up_proj_bias"):
+        gate, up = linear(x, experts.gate_up_proj[e].double()).chunk(2)
+        return linear(activation(probe)(gate) * up, experts.down_proj[e].double())
+    config = probe.config
+    both = linear(x, experts.gate_up_proj[e].double().T, experts.gate_up_proj_bias[e].double())
+    gate, up = both[::2].clamp(max=config.swiglu_limit), both[1::2].clamp(-config.swiglu_limit, config.swiglu_limit)
+    inner = (up + 1) * gate * torch.sigmoid(config.swiglu_alpha * gate)
+    return linear(inner, experts.down_proj[e].double().T, experts.down_proj_bias[e].double())
 
 
 def activation(probe: Probe) -> Any:
@@ -664,12 +696,42 @@ def rotary_angles(config: Any, i: int, d_head: int, positions: int, dtype: torch
     rope = config.rope_parameters
     if "rope_type" not in rope:  # a set for each type of layer
         rope = rope[config.layer_types[i]]
-    assert rope["rope_type"] == "default", f"no formula here for rotation of type {rope['rope_type']}"
     width = int(d_head * rope.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
-    frequencies = 1.0 / rope["rope_theta"] ** exponents
+    frequencies, scale = 1.0 / rope["rope_theta"] ** exponents, 1.0
+    if rope["rope_type"] == "llama3":
+        frequencies = llama3_frequencies(rope, frequencies)
+    elif rope["rope_type"] == "yarn":
+        frequencies, scale = yarn_frequencies(rope, frequencies), 0.1 * math.log(rope["factor"]) + 1
+    else:
+        assert rope["rope_type"] == "default", f"no formula here for rotation of type {rope['rope_type']}"
     precision = torch.float64 if dtype == torch.float64 else torch.float32
-    return torch.outer(torch.arange(positions, dtype=precision), frequencies.to(precision)).double(), 1.0
+    return torch.outer(torch.arange(positions, dtype=precision), frequencies.to(precision)).double(), scale
+
+
+def llama3_frequencies(rope: dict[str, Any], plain: Tensor) -> Tensor:
+    """Llama 3.1: a frequency that turns less than low_freq_factor times over the original length is divided by the factor,
+    one that turns more than high_freq_factor times stays, and between them they go over into each other."""
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return plain / rope["factor"] * (1 - kept) + plain * kept
+
+
+def yarn_frequencies(rope: dict[str, Any], plain: Tensor) -> Tensor:
+    """Peng et al. 2023, section 3.2: pairs that turn more than beta_fast times over the original length stay, those that
+    turn less than beta_slow times are divided by the factor, with a ramp between."""
+    width, length = 2 * len(plain), rope["original_max_position_embeddings"]
+
+    def pair(turns: float) -> float:
+        return width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
+
+    low, high = pair(rope["beta_fast"]), pair(rope["beta_slow"])
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    divided = ((torch.arange(len(plain), dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return plain / rope["factor"] * divided + plain * (1 - divided)
 
 
 def rotated(x: Tensor, angles: Tensor, scale: float, pairs: str) -> Tensor:
@@ -756,7 +818,7 @@ def check_shapes(probe: Probe, values: Captures, positions: int) -> None:
         expected |= {f"blocks.{i}.{name}": shape for name, shape in block_shapes(probe, i).items()}
     found = {name: tuple(value.shape) for name, value in values.items()}
     tables = {f"blocks.{i}.attn.hook_{name}": (probe.widths.heads, positions, positions)
-              for i in range(probe.widths.layers) for name in ("attn_scores", "pattern")}
+              for i in range(probe.widths.layers) for name in ("attn_scores", "pattern") if not probe.tree.latent}
     assert found == {name: (positions, *shape) for name, shape in expected.items()} | tables
     for name, value in values.items():
         assert value.isfinite().all(), f"{name} is not finite"
@@ -769,6 +831,9 @@ def block_shapes(probe: Probe, i: int) -> dict[str, tuple[int, ...]]:
     streams = ("resid_pre", "resid_post", "attn_out", "mlp_out") + (() if tree.parallel else ("resid_mid",))
     block: dict[str, tuple[int, ...]] = {f"hook_{name}": d_model for name in streams}
     turned = ("", "rot_") if tree.rotation else ("",)
+    if tree.latent:
+        block |= {"attn.hook_z": q, "attn.hook_result": (widths.heads, *d_model)}
+        return block | mlp_shapes(probe, i)
     block |= {f"attn.hook_{turn}{c}": shape for turn in turned for c, shape in (("q", q), ("k", kv))}
     block |= {"attn.hook_v": kv, "attn.hook_z": q, "attn.hook_result": (widths.heads, *d_model)}
     if tree.q_norm:
@@ -778,11 +843,16 @@ def block_shapes(probe: Probe, i: int) -> dict[str, tuple[int, ...]]:
             block |= {f"attn.{c}_norm.hook_scale": (1,) if over_all else (shape[0], 1), f"attn.{c}_norm.hook_normalized": shape}
     if tree.ln1_post or getattr(config, "residual_multiplier", 1.0) != 1:
         block |= {"attn.hook_out": d_model, "mlp.hook_out": d_model}
+    return block | mlp_shapes(probe, i)
+
+
+def mlp_shapes(probe: Probe, i: int) -> dict[str, tuple[int, ...]]:
+    tree, config = probe.tree, probe.config
     if probe.has_experts(i):
-        k, n = config.num_experts_per_tok, config.num_local_experts
-        return block | {"mlp.hook_router_logits": (n,), "mlp.hook_expert_weights": (k,), "mlp.hook_expert_indices": (k,)}
+        k, n = config.num_experts_per_tok, getattr(config, "n_routed_experts", None) or config.num_local_experts
+        return {"mlp.hook_router_logits": (n,), "mlp.hook_expert_weights": (k,), "mlp.hook_expert_indices": (k,)}
     inside = ("pre", "pre_linear", "post") if tree.up or tree.gate_up else ("pre", "post")
-    return block | {f"mlp.hook_{name}": (widths.d_mlp,) for name in inside}
+    return {f"mlp.hook_{name}": (probe.widths.d_mlp,) for name in inside}
 
 
 # -- float64

@@ -292,6 +292,7 @@ def hooks(body: dict[str, Any], rows: Iterable[Sequence[str]], with_aliases: boo
                ("meaning", "fold")]
     parts = [
         line(visible(f"{model['name']} ({model['family']}, {layers})"), "bold"),
+        *([line(visible(model["differs"]))] if model.get("differs") else []),
         line(),
         table(columns + [("aliases", "left")] * with_aliases, rows),
     ]

@@ -214,16 +214,13 @@ def row_shape(catalog: Catalog, hook: Selected) -> tuple[int, ...]:
     return tuple(row)
 
 
-MAPPED_HINT = "say which position takes which: 'blocks.8.hook_resid_post[pos=3] = @source[pos=4]'"
-
-
-def check_aligned(fed: Fed, source: Fed, hint: str = MAPPED_HINT) -> None:
+def check_aligned(fed: Fed, source: Fed) -> None:
     """Raises UsageError where the same position is not the same place in a prompt and its source, with both rows."""
     if len(fed.ids) != len(source.ids):
         raise UsageError(
             f"the prompt has {len(fed.ids)} tokens and the source {len(source.ids)}, so positions do not correspond\n"
             f"  prompt: {_row(fed)}\n  source: {_row(source)}",
-            hint=hint,
+            hint="say which position takes which: 'blocks.8.hook_resid_post[pos=3] = @source[pos=4]'",
             code="not_aligned")
 
 

@@ -151,6 +151,8 @@ class Locator:
 
     def check_heads(self) -> None:
         """The engine's own head counts and width must be the catalog's; LookupError where they differ."""
+        if "attention" not in self.catalog.spec.modules:
+            return  # latent attention: its kernel sees no heads of the model's
         dims = self.catalog.dims
         want = (dims.n_heads, dims.n_kv_heads, dims.d_head)
         for layer in range(dims.n_layers):

@@ -222,8 +222,8 @@ class Proof:
         yield from self._projection("qkv", i, self._first(f"blocks.{i}.ln1.hook_out", f"blocks.{i}.hook_resid_pre"),
                                     (q, k, v))
         yield from self._head_norms(i)
-        before = self._first(f"{b}.hook_q_normed", q), self._first(f"{b}.hook_k_normed", k)
         if self._has(rot_q):
+            before = self._first(f"{b}.hook_q_normed", q), self._first(f"{b}.hook_k_normed", k)
             yield from self._rotation(i, before, (rot_q, rot_k))
         yield from self._tables(i)
         yield from self._check("the output projection of z = the output of attention",
@@ -311,11 +311,16 @@ class Proof:
                                lambda x: self._project("router", i, x), source)
         k = self._locator.catalog.dims.n_active
         yield from self._check("the experts that router_logits choose = mlp_out", f"blocks.{i}.hook_mlp_out",
-                               lambda x, of: internals.experts(self._locator.module("experts", i), x, of), source, logits)
+                               lambda x, of: self._chosen(i, x, of), source, logits)
         yield from self._check("the chosen experts have the largest router logits", logits,
                                lambda x, chosen: _chosen_first(x, chosen, k), logits, indices)
         yield from self._check("expert_weights are in proportion to the softmax of router_logits", weights,
                                lambda x, chosen, given: _shares(x, chosen, given), logits, indices, weights)
+
+    def _chosen(self, i: int, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """What the experts that the router's logits choose make of x, with those that every position has."""
+        out = internals.experts(self._locator.module("experts", i), x, logits)
+        return out + self._locator.module("shared", i)(x) if "shared" in self._spec.modules else out
 
     def _projection(self, role: str, layer: int, source: str, parts: tuple[str, ...]) -> Iterator[Check]:
         """A fused projection's columns, part by part: a wrong part does not blame the others."""

@@ -49,7 +49,7 @@ from vlens_cli.errors import BugError, StartError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text", "qwen3_moe", "mixtral",
             "gpt2", "opt", "gpt_neox", "olmo2", "starcoder2", "stablelm", "cohere", "granite", "glm4",
-            "bloom", "falcon")
+            "bloom", "falcon", "gpt_oss", "deepseek_v2")
 
 # More is a broken config, and naming that many hook points takes for ever.
 MOST_LAYERS = 10_000
