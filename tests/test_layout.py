@@ -7,7 +7,7 @@ import pytest
 
 from vlens_cli import layout
 from vlens_cli.errors import BugError
-from vlens_cli.families import FAMILIES, load
+from vlens_cli.families import FAMILIES, param_rows
 
 SIZES = {"head": 4, "kv_head": 2, "d_head": 3, "d_model": 5, "d_mlp": 7}
 QKV = "(head d_head + kv_head d_head + kv_head d_head) d_model"
@@ -99,7 +99,7 @@ def test_what_is_no_layout_is_a_bug(text):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layout_of_a_family_names_its_axes_once(family):
-    rows = load(family).params.values()
+    rows = param_rows.load(family).values()
     for row in rows:
         expected = sorted(axis for axis in row.axes if "{e}" not in row.tensor or axis != row.axes[0])
         assert sorted(chosen(layout.parse(row.layout))) == expected, row.name

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vlens_cli.errors import StartError
 
@@ -26,8 +25,7 @@ NAMES = {
 INDEX = "model.safetensors.index.json"
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """One tensor of a weight file: its type by the safetensors format's name, its shape, and which bytes of the file it
     is. A pickled file does not say which: its tensors have a `key` instead."""
 

@@ -16,17 +16,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
+from typing import Any, NamedTuple
 
 from vlens_cli.errors import BugError
 
 
-@dataclass(frozen=True)
-class Sum:
+class Sum(NamedTuple):
     """Parts that lie behind each other; `chosen` is the one that is meant."""
 
-    parts: tuple[Product, ...]
+    parts: tuple[tuple[Any, ...], ...]
     chosen: int
 
 
@@ -34,8 +33,7 @@ Factor = str | int | Sum
 Product = tuple[Factor, ...]
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """Elements `offset + sum(index * stride)` of a flat tensor, for every index below `shape`; counted in elements."""
 
     offset: int

@@ -14,16 +14,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vlens_cli import checkpoint, layout, quantized
 from vlens_cli.checkpoint import NAMES, Stored
 from vlens_cli.errors import StartError, UsageError
-from vlens_cli.families import Catalog, ParamRow, catalog_for, holds
+from vlens_cli.families import Catalog, catalog_for, holds, param_rows
+from vlens_cli.families.param_rows import ParamRow
 from vlens_cli.hooks import Items, Reader, indices, read_items, read_layers
 from vlens_cli.layout import View
 
@@ -32,8 +32,7 @@ KIND_WORDS = {LENS: "TransformerLens", CHECKPOINT: "checkpoint", ENGINE: "engine
 LIST_HINT = "`vlens param --list` lists the weights of this model"
 
 
-@dataclass(frozen=True)
-class ParamRequest:
+class ParamRequest(NamedTuple):
     """One weight as typed; `chosen` are selectors by the name or the place of their axis."""
 
     text: str
@@ -41,8 +40,7 @@ class ParamRequest:
     chosen: tuple[tuple[str | int, Items], ...] = ()
 
 
-@dataclass(frozen=True)
-class Param:
+class Param(NamedTuple):
     """One weight of a model under one name.
 
     kinds    which kinds of name this is: a checkpoint's may be the engine's too
@@ -62,7 +60,7 @@ class Param:
     tensors: tuple[str, ...]
     view: View | None
     select: tuple[tuple[int, ...] | None, ...]
-    row: ParamRow | None = field(default=None, compare=False)
+    row: ParamRow | None = None
     tied: bool = False
 
     @property
@@ -133,7 +131,7 @@ class Weights:
 
     def possible(self) -> Iterator[tuple[str, ParamRow, str]]:
         """All rows of the family by layer, in the order of the forward."""
-        rows = list(self.catalog.spec.params.values()) if self.catalog else []
+        rows = list(param_rows.load(self.catalog.family).values()) if self.catalog else []
         block = [row for row in rows if "{i}" in row.name]
         first = rows.index(block[0]) if block else len(rows)
         yield from ((row.name, row, "") for row in rows[:first])
@@ -249,7 +247,7 @@ class Weights:
         (view,) = views
         shape = (len(tensors), *view.shape) if "{e}" in source.tensor else view.shape
         found = self._param(name, row.axes, shape, dtypes.pop(), tensors, view)
-        return replace(found, row=row, tied=source is not row)
+        return found._replace(row=row, tied=source is not row)
 
     def _view(self, tensor: str, text: str) -> View:
         try:
@@ -477,7 +475,7 @@ def _selected(param: Param, name: str, request: ParamRequest, weights: Weights) 
                              hint=_axes_hint(param), code="bad_selector")
         chosen[place] = indices(items, param.shape[place], param.axes[place] or "dim", name)
     tied = param.tied or name in weights.tied_names
-    return replace(param, name=name, tied=tied, select=tuple(chosen.get(n) for n in range(len(param.shape))))
+    return param._replace(name=name, tied=tied, select=tuple(chosen.get(n) for n in range(len(param.shape))))
 
 
 def _place(axis: str, param: Param) -> int:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from vlens_cli.checkpoint import NAMES, Stored
 from vlens_cli.errors import UsageError
@@ -21,8 +20,7 @@ _PACKED = ("qweight", "weight_packed", "weight.absmax", "weight.quant_state.bits
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-@dataclass(frozen=True)
-class Scale:
+class Scale(NamedTuple):
     """What a stored tensor is multiplied with: another tensor, and how many rows and columns share one of its numbers."""
 
     tensor: str

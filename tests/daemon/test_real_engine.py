@@ -109,6 +109,19 @@ def asking(engine, monkeypatch):
     return ask
 
 
+def test_a_live_weight_by_the_command_is_the_checkpoints(engine):
+    from safetensors.torch import load_file
+
+    fused, one = "model.layers.1.mlp.gate_up_proj.weight", "model.layers.1.mlp.up_proj.weight"
+    file = engine.work / "w.safetensors"
+    said = engine.run("param", fused, one, "-o", str(file))
+    assert [entry["source"] for entry in said["params"]] == ["engine", "checkpoint"]
+    found, stored = load_file(file), load_file(engine.model / "model.safetensors")
+    assert found[one].equal(stored[one]) and found[fused][256:].equal(stored[one])
+    live = engine.run("param", one, "--from", "engine", "--values")["params"][0]
+    assert live["source"] == "engine" and live["values"] == stored[one].tolist()
+
+
 def test_twenty_clients_at_once_on_a_cold_machine_get_what_each_gets_alone(engine):
     prompts = [f"The tower number {n} is in " + "the city " * (n % 5) for n in range(20)]
     running = [engine.start("capture", "--hook", HOOKS[n % 3], "--values", prompts[n]) for n in range(20)]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from vlens_cli.reader.launch import Reader
 
 
-@dataclass(frozen=True)
-class Typed:
+class Typed(NamedTuple):
     """The command line of `vlens param`."""
 
     names: tuple[str, ...]
@@ -63,7 +61,7 @@ def complete_name(ctx: click.Context, param: click.Parameter, incomplete: str) -
 @click.option("--list", "pattern", is_flag=False, flag_value="*", metavar="[PATTERN]", shell_complete=complete_name,
               help="List the weights whose names match, with shape, dtype and where they are; all without a PATTERN.")
 @click.option("--from", "source", type=click.Choice(["auto", "checkpoint", "engine"]), default="auto",
-              help="Where the values are read. Default: from the checkpoint, and what only the engine has from there.")
+              help="Where the values are read. Default: the checkpoint; the engine for what only it has, and with --dtype.")
 @click.option("--values", is_flag=True, help="Print every value.")
 @click.option("--svd", type=click.IntRange(min=1), metavar="K", help="The K largest singular values, by head where there "
               "are heads.")
@@ -92,9 +90,10 @@ def command(**typed: Any) -> None:
         return
     requests = _requests(asked)
     target = asking.file_of(asked.output, None)
-    reply = None if asked.source == "engine" else _read(asked, requests, target)
+    live = asked.source == "engine" or asked.dtype != "auto"
+    reply = None if live else _read(asked, requests, target, as_json)
     if reply is None:
-        reply = _ask(asked, target)
+        reply = _ask(asked, target, live)
     asking.show(reply, target, as_json, render.params)
 
 
@@ -112,7 +111,7 @@ def _requests(asked: Typed) -> tuple[ParamRequest, ...]:
 # From the checkpoint
 
 
-def _read(asked: Typed, requests: tuple[ParamRequest, ...], target: Path | None) -> Reply | None:
+def _read(asked: Typed, requests: tuple[ParamRequest, ...], target: Path | None, as_json: bool) -> Reply | None:
     """The reply, from the checkpoint alone; None where a name needs the engine, and it may be asked."""
     from vlens_cli import models
     from vlens_cli.reader.launch import Reader
@@ -121,7 +120,7 @@ def _read(asked: Typed, requests: tuple[ParamRequest, ...], target: Path | None)
         model = models.resolve(asked.model)
         weights = _weights(model, reader, asked.allow_pickle)
         found = params.resolve(requests, weights)
-        if asked.source == "auto" and any(param.view is None or asked.dtype != "auto" for param in found):
+        if asked.source == "auto" and any(param.view is None for param in found):
             return None
         entries = [params.entry(param, weights, "checkpoint", asked.raw) for param in found]
         body = _body(model, weights, entries, compare=asked.compare)
@@ -130,15 +129,18 @@ def _read(asked: Typed, requests: tuple[ParamRequest, ...], target: Path | None)
             "others": _others(asked, requests, found, reader), "values": asked.values, "svd": asked.svd,
             "metadata": params.metadata(body["model"], entries, __version__),
         }
-        answer = reader.ask(frame) if target is None else _written(reader, frame, target)
+        answer = _answered(reader, frame, target, (lambda: None) if as_json else render.load)
     for each, described in zip(entries, answer["described"], strict=True):
         each.update(described)
-    return Reply(body, params.notes(found, weights), answer["saved"] and Saved(**answer["saved"]))
+    return Reply(body, params.notes(found, weights), answer["saved"] and Saved(*answer["saved"]))
 
 
-def _written(reader: Reader, frame: dict[str, Any], target: Path) -> dict[str, Any]:
+def _answered(reader: Reader, frame: dict[str, Any], target: Path | None, meanwhile: Callable[[], None]
+              ) -> dict[str, Any]:
+    if target is None:
+        return reader.ask(frame, None, meanwhile)
     with output.whole_file(target) as file:
-        return reader.ask(frame, file)
+        return reader.ask(frame, file, meanwhile)
 
 
 def _weights(model: Model, reader: Reader | None, allow_pickle: bool) -> Weights:
@@ -186,7 +188,7 @@ def _body(model: Model, weights: Weights, entries: list[dict[str, Any]], **more:
 # From the engine
 
 
-def _ask(asked: Typed, target: Path | None) -> Reply:
+def _ask(asked: Typed, target: Path | None, live: bool) -> Reply:
     from vlens_cli import families, models
 
     model = models.resolve(asked.model)
@@ -194,7 +196,7 @@ def _ask(asked: Typed, target: Path | None) -> Reply:
     if (weights := params.of_folder(model.folder, model.config)) is not None:
         params.resolve(map(params.parse, asked.names), weights)
     query = ParamQuery(
-        names=asked.names, live=asked.source == "engine", values=asked.values, svd=asked.svd, raw=asked.raw,
+        names=asked.names, live=live, values=asked.values, svd=asked.svd, raw=asked.raw,
         compare=None if asked.compare is None else str(models.resolve(asked.compare).folder),
     )
     how = options.asking(asked.keep_alive, asked.timeout, asked.no_daemon)

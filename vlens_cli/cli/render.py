@@ -101,6 +101,16 @@ def draw(*parts: Table | Text) -> str:
     return "\n".join(lines if tty else map(str.rstrip, lines))
 
 
+def load() -> None:
+    """Import what tables need, for who has time to do it now."""
+    import rich.box
+    import rich.cells
+    import rich.console
+    import rich.measure
+    import rich.table
+    import rich.text  # noqa: F401
+
+
 def table(columns: Iterable[tuple[str, str]], rows: Iterable[Sequence[str | Text]]) -> Table:
     """Rows of text under (title, kind) columns: `left` and `right` keep their lines, the one `fold` gives way. A cell
     that is a Text keeps its style."""
@@ -373,7 +383,8 @@ def params(body: dict[str, Any]) -> str:
         groups.setdefault(_weight_title(entry), []).append(entry)
     for title, entries in groups.items():
         parts += [line(), line(title, "bold"), _weight_table(entries)]
-        parts += [line(text) for entry in entries for text in _weight_lines(entry, body.get("compare"))]
+        below = [text for entry in entries for text in _weight_lines(entry, body.get("compare"))]
+        parts += [line("\n".join(below))] if below else []
     return draw(*parts)
 
 

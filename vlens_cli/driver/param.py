@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vlens_cli import __version__, params
+from vlens_cli.driver import boot
 from vlens_cli.errors import UsageError
 from vlens_cli.query import RUNNING, SCHEMA_VERSION, ParamQuery, Reply, Saved
 
@@ -34,6 +36,8 @@ def _is_live(query: ParamQuery, param: Param) -> bool:
 
 def _numbers(session: Session, query: ParamQuery, weights: Weights, found: tuple[Param, ...], progress: Progress
              ) -> list[Numbers]:
+    live_numbers = sum(math.prod(param.shape) for param in found if _is_live(query, param))
+    session.check_memory(boot.BYTES[session.plan.dtype] * live_numbers)
     driver = session.driver(progress)
     progress(RUNNING)
     from vlens_cli.driver.weights import as_numbers
@@ -66,7 +70,7 @@ def _saved(into: BinaryIO | None, model: dict[str, Any], entries: list[dict[str,
     from vlens_cli.reader import answer as reader
 
     metadata = params.metadata(model, entries, __version__, blob.engine_version())
-    return reader.saved(into, [entry["name"] for entry in entries], numbers, metadata)
+    return Saved(*reader.saved(into, [entry["name"] for entry in entries], numbers, metadata))
 
 
 def _others(query: ParamQuery, found: tuple[Param, ...]) -> list[Numbers | None]:

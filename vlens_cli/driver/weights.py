@@ -16,7 +16,7 @@ from vlens_cli.checkpoint import NAMES
 from vlens_cli.driver.blob import DTYPES
 from vlens_cli.driver.gather import gather
 from vlens_cli.errors import QueryError, UsageError
-from vlens_cli.families import ParamRow
+from vlens_cli.families.param_rows import ParamRow
 from vlens_cli.params import Param, Weights
 from vlens_cli.reader import answer as reader
 from vlens_cli.reader.arrays import RAW, Numbers

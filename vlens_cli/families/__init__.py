@@ -13,9 +13,6 @@ A family file holds
     [when]      config key -> the value that this layout needs; a model with another is refused
     [checkpoint]       tensor name -> when a whole checkpoint has it: always, never, maybe, a config key, or !key;
                 {i} is the layer, {e} the expert
-    [params]    TransformerLens' name of a weight -> its axes there, and where it lies: `checkpoint = "TENSOR LAYOUT"`,
-                `engine = "ROLE.ATTRIBUTE LAYOUT"` (layout.py has the language); `tied` names the weight that it is where
-                embeddings are tied, `aliases` other names
     prefix      what tensor names may lack ("transformer.")      ignored  ends of names that no engine needs
     [dims]      which config key gives each width, or several of which the first that is there counts; also a number,
                 or a multiple of a width named before it ("4 * d_model")
@@ -32,6 +29,8 @@ A family file holds
                 `before` places an added row in the order of the forward
     [aliases]   other name -> canonical name
     [refused]   name -> the reason it is not given; takes away a row or alias of that name that `like` brought
+
+The weights are in files of their own: see param_rows.py.
 
 Light: no torch, so that the client can check names, layers and heads before any engine starts.
 """
@@ -111,25 +110,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class ParamRow:
-    """One weight of a family, by TransformerLens' name with {i} for the layer.
-
-    tensor, layout                of a checkpoint; {e} in the tensor's name runs over the axis `expert`
-    module, attribute, live       of an engine: role, parameter of its module, layout; empty where it keeps none
-    """
-
-    name: str
-    axes: tuple[str, ...]
-    tensor: str
-    layout: str
-    module: str
-    attribute: str
-    live: str
-    tied: str = ""
-    aliases: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Family:
     """One family file, with what it inherits."""
 
@@ -148,10 +128,10 @@ class Family:
     when: dict[str, Any]
     checkpoint: dict[str, str]
     hf: dict[str, Any]
-    params: dict[str, ParamRow]
     prefix: str
     differs: str
     ignored: tuple[str, ...]
+    like: str
 
 
 @dataclass(frozen=True)
@@ -389,10 +369,10 @@ def load(name: str) -> Family:
         when=fields.get("when", {}),
         checkpoint=fields["checkpoint"],
         hf=fields["hf"],
-        params={param: _param(name, param, entry, fields["modules"]) for param, entry in fields["params"].items()},
         prefix=fields.get("prefix", ""),
         ignored=tuple(fields["ignored"]),
         differs=fields.get("differs", ""),
+        like=fields.get("like", ""),
     )
     _check(family)
     return family
@@ -425,15 +405,9 @@ def _fields(name: str) -> dict[str, Any]:
         "row": rows,
         **{table: {**base.get(table, {}), **own.get(table, {})}
            for table in ("dims", "modules", "hf", "reads", "checkpoint", "defaults", "when")},
-        "params": _merged(base.get("params", {}), own.get("params", {})),
         "aliases": aliases,
         "refused": {hook: reason for hook, reason in refused.items() if hook not in hooks and hook not in aliases},
     }
-
-
-def _merged(base: dict[str, dict[str, Any]], own: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Entries that replace or add fields of the entries that they are named like."""
-    return {name: {**base.get(name, {}), **own.get(name, {})} for name in {**base, **own}}
 
 
 def _row(family: str, entry: dict[str, Any], fields: dict[str, Any]) -> Row:
@@ -452,18 +426,6 @@ def _row(family: str, entry: dict[str, Any], fields: dict[str, Any]) -> Row:
         split=tuple(entry.get("split", ())),
         of=tuple(of),
         **{name: entry[name] for name in ("part", "derive", "interleaved", "factor", "helper", "absent") if name in entry},
-    )
-
-
-def _param(family: str, name: str, entry: dict[str, Any], modules: dict[str, str]) -> ParamRow:
-    tensor, _, layout = entry["checkpoint"].partition(" ")
-    place, _, live = entry.get("engine", "").partition(" ")
-    module, _, attribute = place.rpartition(".")
-    if not layout or (place and (module not in modules or not live)):
-        raise BugError(f"family {family}: the row of {name} needs a tensor with its layout, and a known module")
-    return ParamRow(
-        name=name, axes=tuple(entry["axes"].split()), tensor=tensor, layout=layout, module=module, attribute=attribute,
-        live=live, tied=entry.get("tied", ""), aliases=tuple(entry.get("aliases", ())),
     )
 
 

@@ -11,7 +11,6 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from vlens_cli.errors import QueryError, UsageError
-from vlens_cli.query import Saved
 from vlens_cli.reader import arrays
 from vlens_cli.reader.arrays import Numbers
 
@@ -109,7 +108,8 @@ def _singular_values(numbers: Numbers, count: int, nonfinite: int) -> Any:
     return arrays.singular_values(numbers, count)
 
 
-def saved(file: BinaryIO, names: Iterable[str], tensors: Sequence[Numbers], metadata: Mapping[str, Any]) -> Saved:
-    """Write the file of `-o`: key = the name that was asked, metadata values as JSON texts."""
+def saved(file: BinaryIO, names: Iterable[str], tensors: Sequence[Numbers], metadata: Mapping[str, Any]
+          ) -> tuple[int, int]:
+    """Write the file of `-o`: key = the name that was asked, metadata values as JSON texts. (Tensors, bytes)."""
     texts = {key: json.dumps(value) for key, value in metadata.items()}
-    return Saved(*arrays.write(file, dict(zip(names, tensors, strict=True)), texts))
+    return arrays.write(file, dict(zip(names, tensors, strict=True)), texts)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -20,11 +19,11 @@ RAW = {
     "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1", "U64": "u8", "U32": "u4", "U16": "u2", "U8": "u1",
 }
 PIECE = 2**16
+WINDOW = 2**21
 BINS = 32
 
 
-@dataclass(frozen=True)
-class Numbers:
+class Numbers(NamedTuple):
     """One tensor: `raw` bits [any shape, any strides] of type `dtype`. `done` is called when a piece has been used."""
 
     raw: np.ndarray
@@ -33,9 +32,21 @@ class Numbers:
 
     def pieces(self) -> Iterator[np.ndarray]:
         """The raw bits in order, as flat arrays of at most `PIECE` numbers."""
-        for piece in _pieces(self.raw):
-            yield piece
+        return (self._copied(piece) for piece in _pieces(self.raw))
+
+    def _copied(self, piece: np.ndarray) -> np.ndarray:
+        """A part of `raw`, flat, without holding more of a mapped file than `WINDOW`: a permuted part reaches over all of
+        it."""
+        if not piece.size:
+            return piece.reshape(-1).copy()
+        out = np.empty(piece.shape, piece.dtype)
+        axis = max(range(piece.ndim), key=lambda n: piece.strides[n] * piece.shape[n], default=0)
+        step = max(1, WINDOW // max(1, piece.strides[axis])) if piece.ndim else 1
+        for start in range(0, piece.shape[axis] if piece.ndim else 1, step):
+            window = (*(slice(None),) * axis, slice(start, start + step)) if piece.ndim else ()
+            out[window] = piece[window]
             self.done()
+        return out.reshape(-1)
 
     def any_order(self) -> Numbers:
         """The same numbers in the order in which they are stored, which is the fastest to read."""
@@ -70,7 +81,7 @@ def _as_slice(indices: Sequence[int]) -> slice | list[int]:
 
 def _pieces(raw: np.ndarray) -> Iterator[np.ndarray]:
     if raw.size <= PIECE:
-        yield np.ascontiguousarray(raw).reshape(-1)
+        yield raw
         return
     inner = raw[0].size
     if inner > PIECE:
@@ -79,7 +90,7 @@ def _pieces(raw: np.ndarray) -> Iterator[np.ndarray]:
         return
     rows = PIECE // inner
     for start in range(0, len(raw), rows):
-        yield np.ascontiguousarray(raw[start : start + rows]).reshape(-1)
+        yield raw[start : start + rows]
 
 
 # What bits are worth

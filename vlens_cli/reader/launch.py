@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from vlens_cli.daemon import wire
-from vlens_cli.errors import EXIT_FAILED, BugError, QueryError, StartError, UsageError, VlensError, EXIT_BUG, EXIT_START
+from vlens_cli.errors import (
+    EXIT_BUG, EXIT_FAILED, EXIT_START, BugError, QueryError, StartError, UsageError, VlensError,
+)
+
+
+_MAIN = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from vlens_cli.reader.serve import main
+main(int(sys.argv[2]))
+"""
 
 
 class Reader:
@@ -20,9 +31,10 @@ class Reader:
         self._sock, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                # -S: its packages' place is told to it, and `site` would take longer than numpy's own start.
-                [sys.executable, "-m", "vlens_cli.reader", str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=_environment(),
+                # -S: where the packages are it is told, and finding out by itself takes as long as a tenth of the answer.
+                [sys.executable, "-S", "-c", _MAIN, json.dumps(sys.path), str(theirs.fileno())],
+                # Sums need no threads, and starting them takes as long as the sums.
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
                 # Ctrl-C is for this process, which then ends the reader.
                 process_group=0,
             )
@@ -35,10 +47,13 @@ class Reader:
         self._process.kill()
         self._process.wait()
 
-    def ask(self, frame: dict[str, Any], into: BinaryIO | None = None) -> dict[str, Any]:
-        """Its answer. Raises the errors of `reader.answer`, and QueryError where it died."""
+    def ask(self, frame: dict[str, Any], into: BinaryIO | None = None, meanwhile: Callable[[], None] = lambda: None
+            ) -> dict[str, Any]:
+        """Its answer; `meanwhile` is called while it works. Raises the errors of `reader.answer`, and QueryError where it
+        died."""
         try:
             wire.send(self._sock, frame, into.fileno() if into is not None else None)
+            meanwhile()
             answer = wire.receive(self._sock)
         except wire.WireError as fault:
             raise QueryError(f"the process that reads weights ended with status {self._process.wait()}",
@@ -46,12 +61,6 @@ class Reader:
         if error := answer.get("error"):
             raise _error(error)
         return answer
-
-
-def _environment() -> dict[str, str]:
-    path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # Sums need no threads, and starting them takes as long as the sums.
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path), "OPENBLAS_NUM_THREADS": "1"}
 
 
 def _error(fields: dict[str, Any]) -> VlensError:

@@ -1,10 +1,9 @@
-"""`python -m vlens_cli.reader FD`: answers readings that come over a socket, until its other side closes."""
+"""What `launch` runs: answers readings that come over a socket, until its other side closes."""
 
 from __future__ import annotations
 
 import os
 import socket
-import sys
 from typing import Any, BinaryIO
 
 from vlens_cli.daemon import wire
@@ -56,9 +55,5 @@ def _read(frame: dict[str, Any], into: BinaryIO | None) -> dict[str, Any]:
     saved = None
     if into is not None:
         names = [reading["name"] for reading in frame["readings"]]
-        saved = answer.saved(into, names, tensors, frame["metadata"])._asdict()
+        saved = answer.saved(into, names, tensors, frame["metadata"])
     return {"described": described, "saved": saved}
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
