@@ -181,8 +181,12 @@ class Reference:
         self._on(self._module("down", i), entry=self._keeps(f"{m}.hook_post"))
 
     def _keep_router(self, m: str, out: tuple[Tensor, ...]) -> None:
-        for name, value in zip(("router_logits", "expert_weights", "expert_indices"), out, strict=True):
-            self._keep(f"{m}.hook_{name}", value)
+        """Logits, weights and indices, the largest weight first: some routers do not sort."""
+        logits, weights, indices = out
+        order = weights.argsort(dim=-1, descending=True)
+        self._keep(f"{m}.hook_router_logits", logits)
+        self._keep(f"{m}.hook_expert_weights", weights.gather(-1, order))
+        self._keep(f"{m}.hook_expert_indices", indices.gather(-1, order))
 
     # Inside an attention: the rotation and the softmax are functions, not modules
 
@@ -201,9 +205,15 @@ class Reference:
 
     def _see_softmax(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         out = self._softmax(x, *args, **kwargs)
+        path = self._at.get("sinks")
+        if path:
+            # A sink is one column more than there are keys; transformers takes each row's largest score away before.
+            sinks = self._model.get_parameter(f"{self._at['layers']}.{self._layer}.{path}")
+            x = x - (x[..., -1:] - sinks[:, None, None])
         for name, table in (("hook_attn_scores", x), ("hook_pattern", out)):
-            # A sink is one column more than there are keys.
-            self.values[f"blocks.{self._layer}.attn.{name}"] = table[0, :, :, : table.shape[2]].detach().clone()
+            full = f"blocks.{self._layer}.attn.{name}"
+            if full in self._catalog.points:
+                self.values[full] = table[0, :, :, : table.shape[2]].detach().clone()
         return out
 
     def _see_rotation(self, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
