@@ -1,7 +1,7 @@
 """Names of weights as people type them, and where each weight lies in a checkpoint. Light: no torch, no numpy.
 
     param := name sel*                     `*` in a name stands for anything, dots included
-    sel   := '[' [axis '='] items ']'      without an axis, the n-th bracket is for the n-th axis
+    sel   := '[' [axis '='] items ']'      all of them with an axis, or all without: the n-th is for the n-th axis
     items := as in hook selectors          a segment of a name may be a range of numbers: 3-7, {0,5,10}, -1
 
 A weight has names of three kinds: TransformerLens' (`blocks.0.attn.W_Q`), the checkpoint's
@@ -24,7 +24,7 @@ from vlens_cli.checkpoint import NAMES, Stored
 from vlens_cli.errors import StartError, UsageError
 from vlens_cli.families import Catalog, catalog_for, holds, param_rows
 from vlens_cli.families.param_rows import ParamRow
-from vlens_cli.hooks import Items, Reader, indices, read_items, read_layers
+from vlens_cli.hooks import Items, Reader, Slice, indices, read_items, read_layers
 from vlens_cli.layout import View
 
 LENS, CHECKPOINT, ENGINE = "transformerlens", "checkpoint", "engine"
@@ -334,7 +334,8 @@ def _catalog(config: dict[str, Any]) -> Catalog | None:
 
 def entry(param: Param, weights: Weights, source: str | None = None, raw: bool = False) -> dict[str, Any]:
     """What a list or a reply says of a weight: `axes` are empty where it is as stored, `selected` holds the indices of
-    the axes that were cut, `aliases` other names of the same numbers, which may give them permuted."""
+    the axes that were cut, `aliases` other names of the same numbers, which may give them permuted, `tied_to` the
+    weight that a tied one is the value of."""
     scale = _scale(param, weights) if source == CHECKPOINT and not raw else None
     return {
         "name": param.name, "kinds": list(param.kinds), "aliases": list(weights.other_names(param.name)),
@@ -342,6 +343,8 @@ def entry(param: Param, weights: Weights, source: str | None = None, raw: bool =
         "dtype": "float32" if scale else NAMES.get(param.dtype, param.dtype),
         **({"source": source} if source else {}),
         "tensors": list(param.tensors), "tied": param.tied,
+        **({"tied_to": f"{param.row.tied}{', transposed' * _transposed(param, weights)}"}
+           if param.tied and param.row else {}),
         "files": list(dict.fromkeys(weights.stored[tensor].file.name for tensor in param.tensors)),
         **({"selected": param.selected} if param.selected else {}),
         **({"dequantized": scale.words} if scale else {}),
@@ -381,7 +384,8 @@ def _piece(stored: Stored, view: View) -> dict[str, Any]:
 
 def notes(found: Sequence[Param], weights: Weights) -> tuple[str, ...]:
     """What a user must know of these weights, a line each."""
-    lines = [f"{param.name} is {param.row.tied if param.row else param.tensors[0]}: this model's embeddings are tied"
+    lines = [f"{param.name} is {param.row.tied if param.row else param.tensors[0]}"
+             f"{', transposed' if _transposed(param, weights) else ''}: this model's embeddings are tied"
               for param in found if param.tied]
     unused = {row.tensor for row, _ in weights.rows.values() if weights.is_tied(row)} & weights.stored.keys()
     lines += [f"the model does not use {param.name}: its embeddings are tied" for param in found if param.name in unused]
@@ -394,6 +398,11 @@ def notes(found: Sequence[Param], weights: Weights) -> tuple[str, ...]:
             lines.append(f"keys and values have {dims.n_kv_heads} heads, each of which serves "
                          f"{dims.n_heads // dims.n_kv_heads} query heads; TransformerLens repeats them")
     return tuple(dict.fromkeys(lines))
+
+
+def _transposed(param: Param, weights: Weights) -> bool:
+    """Whether a tied weight has the axes of the one that it is the value of in the other order."""
+    return bool(param.tied and param.row) and param.axes == weights.rows[param.row.tied][0].axes[::-1]
 
 
 def metadata(model: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], version: str, vllm: str | None = None
@@ -468,14 +477,48 @@ def _globs(pattern: str, n_layers: int) -> Iterator[str]:
 
 def _selected(param: Param, name: str, request: ParamRequest, weights: Weights) -> Param:
     chosen: dict[int, tuple[int, ...]] = {}
+    _check_brackets(param, name, request)
     for key, items in request.chosen:
         place = key if isinstance(key, int) else _place(key, param)
         if place >= len(param.shape) or place in chosen:
             raise UsageError(f"{name} has {len(param.shape)} axes, and one bracket for each: {request.text}",
                              hint=_axes_hint(param), code="bad_selector")
-        chosen[place] = indices(items, param.shape[place], param.axes[place] or "dim", name)
+        chosen[place] = indices(items, param.shape[place], *_axis_words(param, place, name))
     tied = param.tied or name in weights.tied_names
     return param._replace(name=name, tied=tied, select=tuple(chosen.get(n) for n in range(len(param.shape))))
+
+
+def _axis_words(param: Param, place: int, name: str) -> tuple[str, str]:
+    """What an index of an axis is called in an error, and where it is."""
+    if param.axes[place]:
+        return param.axes[place], name
+    what = ("row", "column")[place] if len(param.shape) == 2 else "place"
+    return what, f"axis {place} of {name}"
+
+
+def _check_brackets(param: Param, name: str, request: ParamRequest) -> None:
+    """Raises UsageError where brackets may be meant in two ways."""
+    by_place = [items for key, items in request.chosen if isinstance(key, int)]
+    if 0 < len(by_place) < len(request.chosen):
+        named = [_place(key, param) for key, _ in request.chosen if isinstance(key, str)]
+        left = [place for place in range(len(param.shape)) if place not in named]
+        axes = [param.axes[left.pop(0) if left else -1] if isinstance(key, int) else key for key, _ in request.chosen]
+        fits = len(set(axes)) == len(axes)
+        typed = "".join(_bracket(f"{axis}=", items) for axis, (_, items) in zip(axes, request.chosen, strict=True))
+        raise UsageError(f"brackets are all named or all in the order of the axes: {request.text}", code="bad_selector",
+                         hint=f"{name}{typed}" if fits else _axes_hint(param))
+    for n, items in enumerate(by_place):
+        if len(param.shape) > 1 and len(items) > 1 and any(isinstance(item, Slice) for item in items):
+            each = "".join(_bracket("", (item,)) for item in items)
+            hint = f"a bracket for each axis: {name}{each}" if n == 0 and len(items) <= len(param.shape) else ""
+            if axis := n < len(param.axes) and param.axes[n]:
+                hint += f"{'; ' if hint else ''}entries of one axis: {name}{_bracket(f'{axis}=', items)}"
+            raise UsageError(f"a list with a range in it may be one axis or several: {request.text}",
+                             hint=hint or "list its entries one by one", code="bad_selector")
+
+
+def _bracket(axis: str, items: Items) -> str:
+    return f"[{axis}{','.join(map(str, items))}]"
 
 
 def _place(axis: str, param: Param) -> int:

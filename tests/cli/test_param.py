@@ -103,6 +103,8 @@ def test_selectors_cut_and_keep_their_axis(shell, folder):
     assert np.array_equal(np.array(entry["values"], "f4"), q.reshape(4, 3, 8)[[0, 3]][:, :, 7][:, None, :])
     entry = one(param(shell, folder, "model.layers.0.self_attn.q_proj.weight[1:3][0]", "--values"))
     assert entry["values"] == q[1:3, :1].astype(float).tolist() and entry["selected"] == {"0": [1, 2], "1": [0]}
+    assert one(param(shell, folder, "blocks.0.attn.W_Q[head=0,2:4]"))["selected"] == {"head": [0, 2, 3]}
+    assert one(param(shell, folder, "model.norm.weight[0,2:4]"))["selected"] == {"0": [0, 2, 3]}
 
 
 def test_layers_by_pattern_and_from_the_end(shell, folder):
@@ -125,7 +127,11 @@ def test_tied_embeddings_answer_under_both_names_and_say_so(shell, tmp_path):
     unembed, head = body(done)["params"]
     assert np.array_equal(unembed["values"], embed.T) and np.array_equal(head["values"], embed)
     assert unembed["tied"] and head["tied"] and unembed["tensors"] == ["model.embed_tokens.weight"]
-    assert "unembed.W_U is embed.W_E" in done.stderr and "tied" in done.stderr
+    assert "unembed.W_U is embed.W_E, transposed: this model's embeddings are tied" in done.stderr
+    assert "lm_head.weight is model.embed_tokens.weight: " in done.stderr and "tied_to" not in head
+    listed = body(param(shell, tied, "--list", "unembed.*"))["params"]
+    assert listed[0]["tied_to"] == unembed["tied_to"] == "embed.W_E, transposed"
+    assert "= embed.W_E, transposed" in param(shell, tied, "--table", "--list", "unembed.*").stdout
 
 
 def test_a_head_that_a_tied_model_does_not_use_is_only_the_files(shell, tmp_path):
@@ -221,7 +227,14 @@ def test_a_list_by_pattern_and_as_a_table(shell, folder):
         ("blocks.0.attn.W_Q[head=4]", ["there is no head 4", "0 to 3"]),
         ("blocks.0.attn.W_Q[pos=4]", ["no axis of this name: pos", "head, d_model, d_head"]),
         ("model.norm.weight[0][0]", ["1 axes"]),
-        ("blocks.0.attn.W_Q[head=1][0]", ["one bracket for each"]),
+        ("blocks.0.attn.W_Q[head=1][0:5]", ["all named or all in the order", "blocks.0.attn.W_Q[head=1][d_model=0:5]"]),
+        ("blocks.0.attn.W_Q[2][0:5][head=1]", ["blocks.0.attn.W_Q[d_model=2][d_head=0:5][head=1]"]),
+        ("blocks.0.attn.W_Q[head=1][0][0][0]", ["all named or all in the order", "its axes are head, d_model, d_head"]),
+        ("blocks.0.attn.W_Q[1,0:5,0:3]", ["one axis or several", "blocks.0.attn.W_Q[1][0:5][0:3]", "[head=1,0:5,0:3]"]),
+        ("model.layers.0.mlp.down_proj.weight[0:2,1]", ["one axis or several", "down_proj.weight[0:2][1]"]),
+        ("model.layers.0.mlp.down_proj.weight[600]", ["there is no row 600 in axis 0 of model.layers.0.mlp.down_proj"]),
+        ("model.layers.0.mlp.down_proj.weight[0][600]", ["there is no column 600 in axis 1 of model.layers.0.mlp"]),
+        ("model.norm.weight[600]", ["there is no place 600 in axis 0 of model.norm.weight: the places are 0 to 7"]),
         ("blocks.0.attn.W_Q[head=1", ["expected `,` or `]`"]),
         ("blocks.0.attn.W_Q[head=1]x", ["cannot stand after"]),
         ("blocks.1-0.attn.W_Q", ["run backwards"]),

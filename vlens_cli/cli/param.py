@@ -228,6 +228,12 @@ def _rows(entries: Iterable[dict[str, Any]]) -> list[list[str]]:
     return [_row(group) for group in groups.values()]
 
 
+def _where(entry: dict[str, Any], places: list[str]) -> str:
+    if "tied_to" in entry:
+        return f"= {entry['tied_to']}"
+    return ("= " if entry["tied"] else "") + ", ".join(dict.fromkeys(places))
+
+
 def _row(group: list[dict[str, Any]]) -> list[str]:
     first = group[0]
     many = len(group) > 1
@@ -238,5 +244,5 @@ def _row(group: list[dict[str, Any]]) -> list[str]:
     return [
         params.fold(first["name"]) if many else first["name"], f"{len(group)}" if many else "",
         " and ".join(params.KIND_WORDS[kind] for kind in first["kinds"]), render.axes(first), first["dtype"],
-        ("= " if first["tied"] else "") + ", ".join(dict.fromkeys(where)),
+        _where(first, where),
     ]
