@@ -59,6 +59,13 @@ def test_columns_of_a_fused_tensor_and_a_part_after_it():
     assert np.array_equal(seen("d_model (d_mlp + [d_mlp])", stored, "d_model d_mlp"), stored[:, 7:])
 
 
+@pytest.mark.parametrize("part", [0, 1])
+def test_columns_that_alternate(part):
+    stored = numbers(5, 14)
+    parts = ("(d_mlp ([1] + 1))", "(d_mlp (1 + [1]))")
+    assert np.array_equal(seen(f"d_model {parts[part]}", stored, "d_model d_mlp"), stored[:, part::2])
+
+
 def test_rows_before_the_first():
     stored = numbers(10, 5)
     assert np.array_equal(seen("(2 + [n_ctx]) d_model", stored, "n_ctx d_model"), stored[2:])
@@ -91,7 +98,7 @@ def test_a_whole_tensor():
     assert layout.whole(()).shape == ()
 
 
-@pytest.mark.parametrize("text", ["", "a (b", "a)", "(a + b)", "(a + [b] + [c])", "([a]", "a]", "(a +) b", "a - b", "()"])
+@pytest.mark.parametrize("text", ["", "a (b", "a)", "(a + b)", "(a + [b] + [c])", "([a]", "a]", "(a +) b", "a - b", "()", "([2] + n)"])
 def test_what_is_no_layout_is_a_bug(text):
     with pytest.raises(BugError):
         layout.parse(text)
@@ -110,5 +117,5 @@ def test_every_layout_of_a_family_names_its_axes_once(family):
 def chosen(product) -> list[str]:
     names = []
     for factor in product:
-        names += chosen(factor.parts[factor.chosen]) if isinstance(factor, layout.Sum) else [factor]
+        names += chosen(factor.parts[factor.chosen]) if isinstance(factor, layout.Sum) else [factor] * (factor != 1)
     return names

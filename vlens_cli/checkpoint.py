@@ -54,7 +54,7 @@ def tensors(folder: Path) -> dict[str, Stored] | None:
         for name, stored in _header(file).items():
             if name in found:
                 raise StartError(f"two weight files hold the same tensor: {name}: {found[name].file.name}, {file.name}",
-                                 hint="which of them counts depends on the reader; take one away", code="bad_checkpoint")
+                                 hint="readers differ in which of them counts; take one away", code="bad_checkpoint")
             found[name] = stored
     return found if files else None
 
@@ -70,8 +70,11 @@ def _files(folder: Path) -> list[Path]:
 
 def _shards(index: Path) -> set[str]:
     try:
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError("its weight_map names what are no files")
+        return names
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as fault:
         raise _broken(index, fault) from fault
 
 
@@ -123,5 +126,6 @@ def _check_bytes(found: dict[str, Stored], start: int, size: int) -> None:
 
 
 def _broken(file: Path, fault: Exception) -> StartError:
-    what = fault.strerror if isinstance(fault, OSError) and fault.strerror else fault
+    what = fault.strerror if isinstance(fault, OSError) and fault.strerror else str(fault) or type(fault).__name__
+    what = f"it has no {fault}" if isinstance(fault, KeyError) else what
     return StartError(f"a broken weight file: {file}: {what}", hint="fetch or save it again", code="bad_checkpoint")

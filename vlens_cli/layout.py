@@ -4,7 +4,7 @@
     dim     := axis | '(' sum ')'
     sum     := product ('+' product)*            parts, one after the other
     product := factor+                           the first varies slowest; '[' product ']' is the part that is meant
-    factor  := axis | number | '(' sum ')'
+    factor  := axis | number | '(' sum ')'       a part that is meant may be the number 1: one element, and no axis
 
 `(head d_head) d_model` is a query projection whose rows are the heads' rows in turn;
 `([head d_head] + kv_head d_head + kv_head d_head) d_model` are the queries of a fused one. Since every axis has one
@@ -44,7 +44,8 @@ class View(NamedTuple):
     def ordered(self, axes: Sequence[str]) -> View:
         """The same elements with the axes in another order."""
         places = [self.axes.index(axis) for axis in axes]
-        return View(self.offset, tuple(axes), tuple(self.shape[p] for p in places), tuple(self.strides[p] for p in places))
+        shape, strides = ([numbers[place] for place in places] for numbers in (self.shape, self.strides))
+        return View(self.offset, tuple(axes), tuple(shape), tuple(strides))
 
 
 def whole(shape: Sequence[int]) -> View:
@@ -106,7 +107,7 @@ def _size(factor: Factor, sizes: Mapping[str, int]) -> int:
 
 
 def _walk(product: Product, stride: int, sizes: Mapping[str, int]) -> tuple[int, list[tuple[str, int, int]]]:
-    """(offset, (axis, length, stride) from the fastest) of the part that is meant, whose last factor has this stride."""
+    """(offset, (axis, length, stride) from the fastest) of the part that is meant; its last factor has this stride."""
     offset, axes = 0, []
     for factor in reversed(product):
         if isinstance(factor, Sum):
@@ -114,8 +115,8 @@ def _walk(product: Product, stride: int, sizes: Mapping[str, int]) -> tuple[int,
             started, found = _walk(factor.parts[factor.chosen], stride, sizes)
             offset += started + stride * sum(math.prod(_size(each, sizes) for each in part) for part in ahead)
             axes += found
-        else:
-            axes.append((str(factor), _size(factor, sizes), stride))
+        elif isinstance(factor, str):
+            axes.append((factor, sizes[factor], stride))
         stride *= _size(factor, sizes)
     return offset, axes
 
@@ -161,7 +162,7 @@ def _sum(tokens: list[str], text: str) -> tuple[Sum, list[str]]:
             break
         if head != "+":
             raise _fault(text)
-    if len(chosen) != (len(parts) > 1):
+    if len(chosen) != (len(parts) > 1) or any(type(f) is int and f != 1 for n in chosen for f in parts[n]):
         raise _fault(text)
     return Sum(tuple(parts), chosen[0] if chosen else 0), tokens
 

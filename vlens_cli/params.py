@@ -12,8 +12,10 @@ different tensors: permuted, split or joined, the numbers are the same.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -29,6 +31,8 @@ from vlens_cli.layout import View
 
 LENS, CHECKPOINT, ENGINE = "transformerlens", "checkpoint", "engine"
 KIND_WORDS = {LENS: "TransformerLens", CHECKPOINT: "checkpoint", ENGINE: "engine"}
+# As JSON they are about 20 bytes each; more belong into a file.
+MOST_VALUES = 4_000_000
 LIST_HINT = "`vlens param --list` lists the weights of this model"
 
 
@@ -71,12 +75,13 @@ class Param(NamedTuple):
     @property
     def selected(self) -> dict[str, list[int]]:
         """Axis (its name, or its place) -> the indices that were chosen."""
-        return {axis or str(n): list(chosen) for n, (axis, chosen) in enumerate(zip(self.axes, self.select, strict=True))
-                if chosen is not None}
+        chosen = enumerate(zip(self.axes, self.select, strict=True))
+        return {axis or str(n): list(indices) for n, (axis, indices) in chosen if indices is not None}
 
     @property
     def final_shape(self) -> tuple[int, ...]:
-        return tuple(size if chosen is None else len(chosen) for size, chosen in zip(self.shape, self.select, strict=True))
+        both = zip(self.shape, self.select, strict=True)
+        return tuple(size if chosen is None else len(chosen) for size, chosen in both)
 
 
 # Parsing
@@ -106,13 +111,18 @@ def parse(text: str) -> ParamRequest:
 
 
 class Weights:
-    """Every weight of one model by every name. `catalog` None: a family that no rows are known of, whose weights have
-    their checkpoint's names only."""
+    """Every weight of one model by every name. Where its family is not known, or its config is not one of the family's,
+    `catalog` is None, for which `reason` is why, and weights have their checkpoint's names only."""
 
-    def __init__(self, stored: Mapping[str, Stored], config: dict[str, Any], catalog: Catalog | None) -> None:
+    def __init__(self, stored: Mapping[str, Stored], config: dict[str, Any]) -> None:
         self.stored = stored
         self.config = config
-        self.catalog = catalog
+        self.catalog: Catalog | None = None
+        self.reason = ""
+        try:
+            self.catalog = catalog_for(config)
+        except StartError as fault:
+            self.reason = fault.message
 
     @property
     def family(self) -> str | None:
@@ -124,7 +134,7 @@ class Weights:
 
     @cached_property
     def rows(self) -> dict[str, tuple[ParamRow, str]]:
-        """TransformerLens' names that this checkpoint has -> their row and layer (as text, empty outside the blocks)."""
+        """TransformerLens' names that this checkpoint has -> row and layer (as text, empty outside the blocks)."""
         found = {name: (row, layer) for name, row, layer in self.possible()
                  if self.tensors_of(row, layer) or self.is_tied(row)}
         return found
@@ -143,7 +153,7 @@ class Weights:
         name = row.tensor.replace("{i}", layer)
         if "{e}" not in name:
             found = self._spelt(name)
-            return () if found is None else (found,)
+            return () if found is None or quantized.packed(found, self.stored, self.config) else (found,)
         experts: list[str] = []
         while (each := self._spelt(name.replace("{e}", str(len(experts))))) is not None:
             experts.append(each)
@@ -213,17 +223,20 @@ class Weights:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Lengths of the axes that the config gives."""
-        axes = {axis for row, _ in self.rows.values() for axis in row.axes}
+        """Lengths of the axes that the config gives; those of others follow from the tensors."""
         found = {}
-        for axis in axes:
-            try:
+        for axis in {axis for row, _ in self.rows.values() for axis in row.axes}:
+            with suppress(AttributeError):
                 found[axis] = self.catalog.size(axis)
-            except AttributeError:  # an axis that no config key gives: its length follows from the tensors
-                continue
-        return found
+        keys = param_rows.sizes(self.catalog.family) if self.catalog else {}
+        return found | {axis: self.config[key] for axis, key in keys.items() if type(self.config.get(key)) is int}
 
     # One weight
+
+    def named(self, name: str) -> Param:
+        """A weight by any name that is there, under that name."""
+        found = self.param(self.aliases.get(name, name))
+        return found._replace(name=name, tied=found.tied or name in self.tied_names)
 
     def param(self, name: str) -> Param:
         """A weight by one of `names`. Raises StartError where the checkpoint's shapes are not the config's."""
@@ -299,7 +312,7 @@ def _contradiction(tensor: str, fault: ValueError) -> StartError:
 def of_folder(folder: Path, config: dict[str, Any]) -> Weights | None:
     """The weights of a model's folder; None where they are not safetensors. Raises StartError for a broken file."""
     stored = checkpoint.tensors(folder)
-    return None if stored is None else Weights(stored, config, _catalog(config))
+    return None if stored is None else Weights(stored, config)
 
 
 def of_model(folder: str) -> Weights:
@@ -316,17 +329,7 @@ def of_model(folder: str) -> Weights:
 def of_pickled(tensors: Mapping[str, Sequence[Any]], config: dict[str, Any]) -> Weights:
     """The weights of pickled files: tensor name -> (file, dtype, shape)."""
     stored = {name: Stored(Path(file), dtype, tuple(shape), key=name) for name, (file, dtype, shape) in tensors.items()}
-    return Weights(stored, config, _catalog(config))
-
-
-def _catalog(config: dict[str, Any]) -> Catalog | None:
-    """None for an architecture that no family knows: a checkpoint has its own names without any."""
-    try:
-        return catalog_for(config)
-    except StartError as unknown:
-        if unknown.code != "unknown_family":
-            raise
-        return None
+    return Weights(stored, config)
 
 
 # What is said of a weight, and how to read it
@@ -356,16 +359,18 @@ def reading(param: Param, weights: Weights, raw: bool = False) -> dict[str, Any]
     has them quantized by a scheme that is not undone (`raw`: as they are stored)."""
     if param.view is None:
         raise UsageError(f"{param.name} is the engine's own, and the checkpoint has it in parts: "
-                         + ", ".join(param.tensors), hint="--from engine, or ask for the parts", code="not_in_checkpoint")
+                         + ", ".join(param.tensors), code="not_in_checkpoint",
+                         hint="--from engine, or ask for the parts")
     scale = None if raw else _scale(param, weights)
     if param.dtype not in NAMES or param.dtype == "C64":
         raise UsageError(f"vlens does not read numbers of this type: {param.dtype}", code="unknown_dtype")
     pieces = [_piece(weights.stored[tensor], param.view) for tensor in param.tensors]
-    found = {"name": param.name, "dtype": param.dtype, "pieces": pieces, "stacked": param.stacked, "select": param.select}
+    found = {"name": param.name, "dtype": param.dtype, "pieces": pieces, "stacked": param.stacked,
+             "select": param.select}
     if scale is not None:
         stored = weights.stored[scale.tensor]
-        found["scale"] = {"dtype": stored.dtype, "block": scale.block, "piece": _piece(stored, layout.whole(stored.shape)),
-                          "shape": weights.stored[param.tensors[0]].shape}
+        found["scale"] = {"dtype": stored.dtype, "piece": _piece(stored, layout.whole(stored.shape)),
+                          "block": scale.block, "shape": weights.stored[param.tensors[0]].shape}
     return found
 
 
@@ -378,8 +383,8 @@ def _scale(param: Param, weights: Weights) -> quantized.Scale | None:
 
 
 def _piece(stored: Stored, view: View) -> dict[str, Any]:
-    return {"file": str(stored.file), "key": stored.key, "begin": stored.begin, "end": stored.end, "offset": view.offset,
-            "shape": view.shape, "strides": view.strides}
+    return {"file": str(stored.file), "key": stored.key, "begin": stored.begin, "end": stored.end,
+            "offset": view.offset, "shape": view.shape, "strides": view.strides}
 
 
 def notes(found: Sequence[Param], weights: Weights) -> tuple[str, ...]:
@@ -388,7 +393,8 @@ def notes(found: Sequence[Param], weights: Weights) -> tuple[str, ...]:
              f"{', transposed' if _transposed(param, weights) else ''}: this model's embeddings are tied"
               for param in found if param.tied]
     unused = {row.tensor for row, _ in weights.rows.values() if weights.is_tied(row)} & weights.stored.keys()
-    lines += [f"the model does not use {param.name}: its embeddings are tied" for param in found if param.name in unused]
+    lines += [f"the model does not use {param.name}: its embeddings are tied"
+              for param in found if param.name in unused]
     if weights.catalog and weights.catalog.spec.norm == "rms_plus_one" and any(
             "ln" in param.name or "norm" in param.name for param in found):
         lines.append("norms of this family multiply by 1 + weight; the weight is given as it is stored")
@@ -415,6 +421,15 @@ def metadata(model: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], ver
     }
 
 
+def check_values(found: Sequence[Param]) -> None:
+    """Refuse to print more numbers than anybody reads. Raises UsageError."""
+    count = sum(math.prod(param.final_shape) for param in found)
+    if count > MOST_VALUES:
+        raise UsageError(f"--values of {count} numbers", code="too_large",
+                         hint="-o FILE.safetensors takes any number, and a selector such as [0:10] chooses; "
+                         f"{MOST_VALUES} are printed at most")
+
+
 # From what was typed to weights
 
 
@@ -423,7 +438,7 @@ def resolve(requests: Iterable[ParamRequest], weights: Weights) -> tuple[Param, 
     found: dict[str, Param] = {}
     for request in requests:
         for name in expand(request, weights):
-            one = _selected(weights.param(weights.aliases.get(name, name)), name, request, weights)
+            one = _selected(weights.named(name), request)
             if found.setdefault(name, one) != one:
                 raise UsageError(f"{name} is asked for twice, with different selectors", code="param_twice",
                                  hint="put both into one selector, such as [0,3], or run two commands")
@@ -445,6 +460,14 @@ def expand(request: ParamRequest, weights: Weights) -> tuple[str, ...]:
             raise _no_such(glob, request, weights)
         found |= dict.fromkeys(hits)
     return tuple(found)
+
+
+def one(name: str, weights: Weights) -> Param:
+    """The whole weight that a name means. Raises UsageError, also where it means several."""
+    found = expand(ParamRequest(name, name), weights)
+    if len(found) > 1:
+        raise UsageError(f"this means {len(found)} weights: {name}", hint="one name each", code="many_params")
+    return weights.named(found[0])
 
 
 def matching(pattern: str, weights: Weights) -> list[str]:
@@ -475,28 +498,27 @@ def _globs(pattern: str, n_layers: int) -> Iterator[str]:
     return (".".join(segments) for segments in product(*choices))
 
 
-def _selected(param: Param, name: str, request: ParamRequest, weights: Weights) -> Param:
+def _selected(param: Param, request: ParamRequest) -> Param:
     chosen: dict[int, tuple[int, ...]] = {}
-    _check_brackets(param, name, request)
+    _check_brackets(param, request)
     for key, items in request.chosen:
         place = key if isinstance(key, int) else _place(key, param)
         if place >= len(param.shape) or place in chosen:
-            raise UsageError(f"{name} has {len(param.shape)} axes, and one bracket for each: {request.text}",
+            raise UsageError(f"{param.name} has {len(param.shape)} axes, and one bracket for each: {request.text}",
                              hint=_axes_hint(param), code="bad_selector")
-        chosen[place] = indices(items, param.shape[place], *_axis_words(param, place, name))
-    tied = param.tied or name in weights.tied_names
-    return param._replace(name=name, tied=tied, select=tuple(chosen.get(n) for n in range(len(param.shape))))
+        chosen[place] = indices(items, param.shape[place], *_axis_words(param, place))
+    return param._replace(select=tuple(chosen.get(n) for n in range(len(param.shape))))
 
 
-def _axis_words(param: Param, place: int, name: str) -> tuple[str, str]:
+def _axis_words(param: Param, place: int) -> tuple[str, str]:
     """What an index of an axis is called in an error, and where it is."""
     if param.axes[place]:
-        return param.axes[place], name
+        return param.axes[place], param.name
     what = ("row", "column")[place] if len(param.shape) == 2 else "place"
-    return what, f"axis {place} of {name}"
+    return what, f"axis {place} of {param.name}"
 
 
-def _check_brackets(param: Param, name: str, request: ParamRequest) -> None:
+def _check_brackets(param: Param, request: ParamRequest) -> None:
     """Raises UsageError where brackets may be meant in two ways."""
     by_place = [items for key, items in request.chosen if isinstance(key, int)]
     if 0 < len(by_place) < len(request.chosen):
@@ -506,13 +528,13 @@ def _check_brackets(param: Param, name: str, request: ParamRequest) -> None:
         fits = len(set(axes)) == len(axes)
         typed = "".join(_bracket(f"{axis}=", items) for axis, (_, items) in zip(axes, request.chosen, strict=True))
         raise UsageError(f"brackets are all named or all in the order of the axes: {request.text}", code="bad_selector",
-                         hint=f"{name}{typed}" if fits else _axes_hint(param))
+                         hint=f"{param.name}{typed}" if fits else _axes_hint(param))
     for n, items in enumerate(by_place):
         if len(param.shape) > 1 and len(items) > 1 and any(isinstance(item, Slice) for item in items):
             each = "".join(_bracket("", (item,)) for item in items)
-            hint = f"a bracket for each axis: {name}{each}" if n == 0 and len(items) <= len(param.shape) else ""
+            hint = f"a bracket for each axis: {param.name}{each}" if n == 0 and len(items) <= len(param.shape) else ""
             if axis := n < len(param.axes) and param.axes[n]:
-                hint += f"{'; ' if hint else ''}entries of one axis: {name}{_bracket(f'{axis}=', items)}"
+                hint += f"{'; ' if hint else ''}entries of one axis: {param.name}{_bracket(f'{axis}=', items)}"
             raise UsageError(f"a list with a range in it may be one axis or several: {request.text}",
                              hint=hint or "list its entries one by one", code="bad_selector")
 
@@ -539,14 +561,15 @@ def _no_such(glob: str, request: ParamRequest, weights: Weights) -> UsageError:
     """Known to the family and not in this checkpoint, or near to what is there."""
     for name, row, layer in weights.possible():
         tensor = row.tensor.replace("{i}", layer)
-        if glob in (name, tensor) and (packed := quantized.packed(tensor, weights.stored)):
+        if glob in (name, tensor) and (packed := quantized.packed(tensor, weights.stored, weights.config)):
             return quantized.refused_as_packed(glob, packed, weights.config)
         if name == glob:
             return UsageError(f"this model has no {glob}: its checkpoint has no {tensor}", code="unknown_param",
                               hint=_near_hint(glob, weights))
     if weights.catalog is None:
         return UsageError(f"no weight of this model is named: {request.pattern}", code="unknown_param",
-                          hint=f"vlens knows this architecture's checkpoint names only; {_near_hint(glob, weights)}")
+                          hint=f"only the checkpoint's names are known here, for {weights.reason}; "
+                          + _near_hint(glob, weights))
     layer = re.match(r"blocks\.(-?\d+)\.", glob)
     if layer and not 0 <= int(layer[1]) < weights.n_layers:
         return UsageError(f"there is no layer {layer[1]}: this model has layers 0 to {weights.n_layers - 1}",

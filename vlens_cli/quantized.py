@@ -15,13 +15,13 @@ from vlens_cli.errors import UsageError
 
 _EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8")
 _SCALES = ("_scale_inv", "_scale")
-# What stands beside, or instead of, a packed weight: gptq and awq, compressed-tensors, bitsandbytes, mxfp4.
-_PACKED = ("qweight", "weight_packed", "weight.absmax", "weight.quant_state.bitsandbytes__nf4", "weight_blocks", "_blocks")
+# What stands instead of a packed weight: gptq and awq, compressed-tensors, mxfp4.
+_PACKED = ("qweight", "weight_packed", "weight_blocks", "_blocks")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class Scale(NamedTuple):
-    """What a stored tensor is multiplied with: another tensor, and how many rows and columns share one of its numbers."""
+    """What a stored tensor is multiplied with: another one, and how many rows and columns share one of its numbers."""
 
     tensor: str
     block: tuple[int, int]
@@ -39,7 +39,7 @@ def scheme(config: Mapping[str, Any]) -> str:
 
 
 def scale_of(name: str, stored: Mapping[str, Stored], config: Mapping[str, Any]) -> Scale | None:
-    """What dequantizes a tensor; None for one that is as it is. Raises UsageError for a scheme that vlens does not undo."""
+    """What dequantizes a tensor; None for one that is as it is. Raises UsageError for a scheme that is not undone."""
     tensor = stored[name]
     scale = next((name + end for end in _SCALES if name + end in stored), None)
     if tensor.dtype in _FLOATS and scale is None:
@@ -73,8 +73,10 @@ def _block(shape: tuple[int, ...], scales: tuple[int, ...], config: Mapping[str,
     return None
 
 
-def packed(name: str, stored: Mapping[str, Stored]) -> str | None:
-    """The packed tensor that stands for a weight which the checkpoint has not as such."""
+def packed(name: str, stored: Mapping[str, Stored], config: Mapping[str, Any]) -> str | None:
+    """The packed tensor that stands for a weight: another one, or itself where it holds several numbers in one."""
+    if name in stored:
+        return name if stored[name].dtype in ("U8", "I32", "I64") and scheme(config) else None
     stem = name.removesuffix("weight")
     return next((stem + end for end in _PACKED if stem + end in stored), None)
 

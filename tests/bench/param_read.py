@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""How long `vlens param` takes to read one weight out of a large checkpoint, and in how much memory. Prints, never asserts.
+"""How long `vlens param` takes for one weight of a large checkpoint, and how much memory. Prints, never asserts.
 
     param_read.py [N]
 
-A checkpoint of 500 MB is made on the spot; one weight of 10 MB is read N times (10 by default), whole processes, each timed
-command in turn with the others, medians:
+A checkpoint of 500 MB is made on the spot; one weight of 10 MB is read N times (10 by default), whole processes, each
+timed command in turn with the others, medians:
 
   import   python -c "import click, rich.table, rich.console": the least that such a command can take
   script   python -c: safetensors' safe_open, the same weight, its norm, mean, minimum and maximum by numpy
@@ -58,8 +58,9 @@ def make(folder: Path) -> None:
     save_file({name: random.standard_normal(shape, dtype=np.float32) for name, shape in shapes().items()},
               folder / "model.safetensors")  # fmt: skip
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": LAYERS, "hidden_size": D_MODEL,
-        "num_attention_heads": 16, "intermediate_size": D_MLP, "vocab_size": 4096, "tie_word_embeddings": True,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": LAYERS,
+        "hidden_size": D_MODEL, "num_attention_heads": 16, "intermediate_size": D_MLP, "vocab_size": 4096,
+        "tie_word_embeddings": True,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
 
@@ -114,8 +115,9 @@ def report(runs: dict[str, list[tuple[float, float]]]) -> None:
     print(f"param over import: {seconds['param'] / seconds['import']:.2f}, over the script: "
           f"{seconds['param'] / seconds['script']:.2f}")
     for what in ("param", "file"):
-        print(f"memory of {what} above import, over the weight: {(memory[what] - memory['import']) / tensor:.2f}; above a "
-              f"weight of 4 kB: {(memory[what] - memory['norm']) / tensor:.2f}")
+        above = {least: (memory[what] - memory[least]) / tensor for least in ("import", "norm")}
+        print(f"memory of {what} over the weight: {above['import']:.2f} above import, {above['norm']:.2f} above a weight of "
+              "4 kB")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ SHAPES = {
         "mlp.up_proj": (10, 8), "mlp.down_proj": (8, 10),
     }.items()},
 }  # fmt: skip
-TYPES = {"float32": "F32", "float64": "F64", "float16": "F16", "uint16": "BF16", "uint8": "U8", "int32": "I32", "int8": "I8",
-         "int64": "I64", "bool": "BOOL"}
+TYPES = {"float32": "F32", "float64": "F64", "float16": "F16", "uint16": "BF16", "uint8": "U8", "int32": "I32",
+         "int8": "I8", "int64": "I64", "bool": "BOOL"}
 
 
 def tensors(seed: int = 0) -> dict[str, np.ndarray]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import made
@@ -43,6 +45,11 @@ def refused(done, *parts: str, code: int = 2) -> str:
     return done.stderr
 
 
+def heads(rows: np.ndarray, count: int) -> np.ndarray:
+    """[head, d_model, d_head] of the rows of a projection."""
+    return rows.reshape(count, 3, 8).transpose(0, 2, 1)
+
+
 # What a weight is
 
 
@@ -61,8 +68,8 @@ def test_a_query_weight_by_head(shell, folder):
     [
         ("embed.W_E", "model.embed_tokens.weight", lambda t: t),
         ("unembed.W_U", "lm_head.weight", lambda t: t.T),
-        ("blocks.0.attn.W_K", "model.layers.0.self_attn.k_proj.weight", lambda t: t.reshape(2, 3, 8).transpose(0, 2, 1)),
-        ("blocks.0.attn.W_V", "model.layers.0.self_attn.v_proj.weight", lambda t: t.reshape(2, 3, 8).transpose(0, 2, 1)),
+        ("blocks.0.attn.W_K", "model.layers.0.self_attn.k_proj.weight", lambda t: heads(t, 2)),
+        ("blocks.0.attn.W_V", "model.layers.0.self_attn.v_proj.weight", lambda t: heads(t, 2)),
         ("blocks.0.attn.W_O", "model.layers.0.self_attn.o_proj.weight", lambda t: t.T.reshape(4, 3, 8)),
         ("blocks.1.mlp.W_gate", "model.layers.1.mlp.gate_proj.weight", lambda t: t.T),
         ("blocks.1.mlp.W_in", "model.layers.1.mlp.up_proj.weight", lambda t: t.T),
@@ -264,8 +271,41 @@ def test_an_unknown_family_has_its_checkpoints_names(shell, tmp_path):
     refused(param(shell, odd, "x.weight", "--from", "engine"), "Unheard", code=3)
 
 
+def test_a_config_that_is_not_the_familys_leaves_the_checkpoints_names(shell, tmp_path):
+    for change in ({"sliding_window": 8}, {"hidden_size": "8"}):
+        folder = made.model(tmp_path / "m", **change)
+        assert one(param(shell, folder, "model.norm.weight"))["shape"] == [8]
+        refused(param(shell, folder, "ln_final.w"), "no weight of this model is named", "only the checkpoint's names",
+                *change)
+        refused(param(shell, folder, "model.norm.weight", "--from", "engine"), *change, code=3)
+
+
+def test_a_prefix_that_the_checkpoint_leaves_out_may_be_typed(shell, tmp_path):
+    random = np.random.default_rng(0)
+    shapes = {"wte.weight": (16, 8), "wpe.weight": (5, 8), "ln_f.weight": (8,), "ln_f.bias": (8,), **{
+        f"h.0.{name}": shape for name, shape in {
+            "ln_1.weight": (8,), "ln_1.bias": (8,), "ln_2.weight": (8,), "ln_2.bias": (8,), "attn.c_attn.weight": (8, 24),
+            "attn.c_attn.bias": (24,), "attn.c_proj.weight": (8, 8), "attn.c_proj.bias": (8,), "mlp.c_fc.weight": (8, 32),
+            "mlp.c_fc.bias": (32,), "mlp.c_proj.weight": (32, 8), "mlp.c_proj.bias": (8,)}.items()}}  # fmt: skip
+    arrays = {name: random.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+    folder = made.model(tmp_path / "gpt2", arrays, architectures=["GPT2LMHeadModel"], model_type="gpt2", n_layer=1,
+                        n_embd=8, n_head=2, head_dim=..., tie_word_embeddings=...)  # fmt: skip
+    names = ("h.0.attn.c_attn.weight", "transformer.h.0.attn.c_attn.weight", "blocks.0.attn.W_K", "blocks.0.attn.b_V",
+             "pos_embed.W_pos", "blocks.0.mlp.W_in", "unembed.W_U")  # fmt: skip
+    body(param(shell, folder, *names, "-o", "w.safetensors"))
+    found, fused = load_file(shell.folder / "w.safetensors"), arrays["h.0.attn.c_attn.weight"]
+    assert np.array_equal(found[names[0]], fused) and np.array_equal(found[names[1]], fused)
+    assert np.array_equal(found["blocks.0.attn.W_K"], fused[:, 8:16].reshape(8, 2, 4).transpose(1, 0, 2))
+    assert np.array_equal(found["blocks.0.attn.b_V"], arrays["h.0.attn.c_attn.bias"][16:].reshape(2, 4))
+    assert np.array_equal(found["pos_embed.W_pos"], arrays["wpe.weight"])
+    assert np.array_equal(found["blocks.0.mlp.W_in"], arrays["h.0.mlp.c_fc.weight"])
+    assert np.array_equal(found["unembed.W_U"], arrays["wte.weight"].T)
+    refused(param(shell, folder, "blocks.0.mlp.W_gate"), "did you mean blocks.0.mlp.W_")
+
+
 def test_names_are_completed(shell, folder):
-    env = {"_VLENS_COMPLETE": "bash_complete", "COMP_CWORD": "4", "COMP_WORDS": f"vlens param -m '{folder}' blocks.1.attn.W_"}
+    words = f"vlens param -m '{folder}' blocks.1.attn.W_"
+    env = {"_VLENS_COMPLETE": "bash_complete", "COMP_CWORD": "4", "COMP_WORDS": words}
     done = shell.real(env=env)
     assert done.stdout.split() == [f"plain,blocks.1.attn.W_{letter}" for letter in "QKVO"]
 
@@ -328,8 +368,8 @@ def test_a_pickle_that_would_run_something_is_not_read(shell, tmp_path):
 def test_every_type_of_number(shell, tmp_path, kind):
     from vlens_cli.checkpoint import NAMES, SIZES
 
-    raw = {8: "f8" if kind == "F64" else "i8", 4: "i4", 2: "f2" if kind == "F16" else "u2", 1: "i1" if kind == "I8" else "u1"}
-    stored = np.array([[0, 1, 1], [1, 0, 1]], raw[SIZES[kind]])
+    numpys = {"F64": "f8", "F16": "f2", "I64": "i8", "I32": "i4", "I8": "i1"}
+    stored = np.array([[0, 1, 1], [1, 0, 1]], numpys.get(kind, f"u{SIZES[kind]}"))
     folder = made.model(tmp_path / "m", {"x": stored}, {"x": kind}, architectures=["Unheard"])
     done = param(shell, folder, "x", "--values", "-o", "x.safetensors")
     entry = one(done)
@@ -371,7 +411,7 @@ def headed(header: bytes, data: bytes = b"") -> bytes:
         (b"\xff" * 8, "header is too long"),
         (headed(b"{"), ""),
         (headed(b"[" * 100_000), ""),
-        (headed(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', b"\0" * 7), "shorter than its header says"),
+        (headed(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', b"\0" * 7), "shorter than its header"),
         (headed(b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}', b"\0" * 8), "8 bytes"),
         (headed(b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}', b"\0" * 8), "makes no sense"),
         (headed(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}', b"\0" * 8), ""),
@@ -383,7 +423,8 @@ def headed(header: bytes, data: bytes = b"") -> bytes:
     ],
 )  # fmt: skip
 def test_a_broken_file_is_named(shell, folder, content, why):
-    refused(param(shell, broken(folder, content), "model.norm.weight"), "broken weight file", "model.safetensors", why, code=3)
+    done = param(shell, broken(folder, content), "model.norm.weight")
+    refused(done, "broken weight file", "model.safetensors", why, code=3)
 
 
 def test_a_tensor_in_two_files_is_refused(shell, folder):
@@ -435,12 +476,23 @@ def test_eight_bits_with_scales_are_dequantized_and_the_scheme_named(shell, tmp_
     spread = np.repeat(np.repeat(scales.reshape(-(-12 // rows), -1), rows, 0), columns, 1)[:12, :8]
     want = stored * spread
     entry = one(param(shell, folder, "blocks.0.attn.W_Q", "--values"))
-    assert entry["dtype"] == "float32" and entry["dequantized"].startswith("fp8: float8_e4m3fn") and words in entry["dequantized"]
+    assert entry["dtype"] == "float32" and words in entry["dequantized"]
+    assert entry["dequantized"].startswith("fp8: float8_e4m3fn")
     assert np.array_equal(np.array(entry["values"], "f4"), want.reshape(4, 3, 8).transpose(0, 2, 1))
     raw = one(param(shell, folder, "model.layers.0.self_attn.q_proj.weight", "--raw", "--values"))
     assert raw["dtype"] == "float8_e4m3fn" and np.array_equal(np.array(raw["values"], "f4"), stored)
     assert "dequantized" in param(shell, folder, "blocks.0.attn.W_Q", "--table").stdout
     assert one(param(shell, folder, "blocks.0.ln1.w"))["dtype"] == "float32"
+
+
+def test_weights_of_four_bits_in_their_own_tensor_are_refused(shell, tmp_path):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    arrays = made.tensors() | {name: np.zeros((48, 1), np.uint8), f"{name}.absmax": np.ones(2, np.float32)}
+    folder = made.model(tmp_path / "q", arrays, quantization_config={"quant_method": "bitsandbytes"})
+    refused(param(shell, folder, "blocks.0.attn.W_Q"), "packed", "bitsandbytes", f"--raw {name}")
+    refused(param(shell, folder, name), "quantized (bitsandbytes)", "--raw")
+    assert one(param(shell, folder, name, "--raw"))["dtype"] == "uint8"
+    assert "blocks.0.attn.W_K" in {entry["name"] for entry in body(param(shell, folder, "--list"))["params"]}
 
 
 def test_scales_that_fit_nothing_are_refused(shell, tmp_path):
@@ -484,6 +536,33 @@ def test_a_file_that_cannot_be_written_is_one_line(shell, folder):
     refused(param(shell, folder, "W_E", "-o", "/nonexistent/x.safetensors"), "no such folder")
     refused(param(shell, folder, "W_E", "-o", "w.txt"), ".safetensors")
     assert list(shell.folder.iterdir()) == []
+
+
+def test_many_small_weights_are_counted_together(shell, tmp_path):
+    arrays = {f"x{n}": np.zeros((500, 2001), np.float32) for n in range(4)}
+    folder = made.model(tmp_path / "m", arrays, architectures=["Unheard"])
+    refused(param(shell, folder, "*", "--values"), "4002000 numbers")
+
+
+@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": []}', "{}"])
+def test_a_broken_index_is_named(shell, folder, index):
+    (folder / "model.safetensors.index.json").write_text(index)
+    refused(param(shell, folder, "W_E"), "model.safetensors.index.json", code=3)
+
+
+def test_ctrl_c_ends_the_reader_too(shell, tmp_path):
+    """The singular values of a large matrix take long."""
+    folder = made.model(tmp_path / "m", {"x": np.ones((4000, 4000), np.float32)}, architectures=["Unheard"])
+    command = [sys.executable, "-m", "vlens_cli", "param", "-m", str(folder), "x", "--svd", "1", "-o", "x.safetensors"]
+    running = subprocess.Popen(command, cwd=shell.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+    end = time.monotonic() + 60
+    while not list(shell.folder.glob(".vlens-*.tmp")) and time.monotonic() < end:
+        time.sleep(0.01)
+    reader = int(children.read_text().split()[0])
+    running.send_signal(signal.SIGINT)
+    assert (running.wait(30), running.stdout.read(), running.stderr.read()) == (130, "", "")
+    assert not Path(f"/proc/{reader}").exists() and list(shell.folder.iterdir()) == []
 
 
 def test_head_ends_quietly(shell, folder):

@@ -27,7 +27,9 @@ def qkv_shards(ranks: int, heads: int, kv_heads: int) -> tuple[torch.Tensor, lis
     return torch.cat([q, k, v]), shards, Sharding(0, (own, own_kv, own_kv), (1, replicas, replicas))
 
 
-@pytest.mark.parametrize(("ranks", "heads", "kv_heads"), [(1, 4, 2), (2, 4, 2), (2, 4, 4), (2, 4, 1), (4, 8, 2), (8, 8, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "heads", "kv_heads"), [(1, 4, 2), (2, 4, 2), (2, 4, 4), (2, 4, 1), (4, 8, 2), (8, 8, 2)]
+)
 def test_fused_queries_keys_and_values(ranks, heads, kv_heads):
     whole, shards, how = qkv_shards(ranks, heads, kv_heads)
     assert torch.equal(gather(shards, how), whole)
@@ -82,5 +84,5 @@ def test_replicated_heads_must_agree():
 
 
 def test_widths_that_are_not_the_layers_are_refused():
-    with pytest.raises(QueryError, match="rows where its layer says"):
+    with pytest.raises(QueryError, match="rows where their layer says"):
         gather([weight(8), weight(8)], Sharding(0, (4, 3)))

@@ -41,7 +41,7 @@ def test_a_live_weight_has_the_values_of_the_checkpoint(ask, stored):
     assert entry["selected"] == {"head": [2]} and entry["norm"] == pytest.approx(float(stored[Q][64:96].double().norm()))
 
 
-def test_only_what_the_engine_alone_has_is_asked_of_it_and_both_go_into_one_file(ask, stored):
+def test_only_what_the_engine_alone_has_is_asked_of_it_and_one_file_has_both(ask, stored):
     file = io.BytesIO()
     reply = ask("blocks.1.attn.W_Q", QKV, file=file)
     assert [entry["source"] for entry in reply.body["params"]] == ["checkpoint", "engine"]
@@ -66,7 +66,8 @@ def test_a_live_weight_is_compared_with_a_checkpoint(ask, stored, tiny):
 def test_experts_are_given_one_by_one_and_all(ask, tiny):
     file = load_file(tiny("mixtral") / "model.safetensors")
     name = "model.layers.0.block_sparse_moe.experts.3.w3.weight"
-    whole, one = ask("blocks.0.mlp.experts.W_in[expert=3]", name, family="mixtral", live=True, values=True).body["params"]
+    names = ("blocks.0.mlp.experts.W_in[expert=3]", name)
+    whole, one = ask(*names, family="mixtral", live=True, values=True).body["params"]
     assert torch.equal(torch.tensor(whole["values"])[0], file[name].T) and whole["shape"] == [1, 128, 256]
     assert torch.equal(torch.tensor(one["values"]), file[name])
 

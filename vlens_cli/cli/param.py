@@ -61,13 +61,15 @@ def complete_name(ctx: click.Context, param: click.Parameter, incomplete: str) -
 @click.option("--list", "pattern", is_flag=False, flag_value="*", metavar="[PATTERN]", shell_complete=complete_name,
               help="List the weights whose names match, with shape, dtype and where they are; all without a PATTERN.")
 @click.option("--from", "source", type=click.Choice(["auto", "checkpoint", "engine"]), default="auto",
-              help="Where the values are read. Default: the checkpoint; the engine for what only it has, and with --dtype.")
+              help="Where values are read. Default: the checkpoint; the engine for what only it has, and with --dtype.")
 @click.option("--values", is_flag=True, help="Print every value.")
-@click.option("--svd", type=click.IntRange(min=1), metavar="K", help="The K largest singular values, by head where there "
-              "are heads.")
-@click.option("--compare", metavar="MODEL", help="The difference from the weight of the same name in MODEL's checkpoint.")
+@click.option("--svd", type=click.IntRange(min=1), metavar="K",
+              help="The K largest singular values, by head where there are heads.")
+@click.option("--compare", metavar="MODEL",
+              help="The difference from the weight of the same name in MODEL's checkpoint.")
 @click.option("--raw", is_flag=True, help="Tensors of a quantized checkpoint as they are stored.")
-@click.option("--allow-pickle", is_flag=True, help="Read a checkpoint of *.bin files, which are pickled (weights only).")
+@click.option("--allow-pickle", is_flag=True,
+              help="Read a checkpoint of *.bin files, which are pickled (weights only).")
 @options.output_format
 @click.option("-o", "--output", metavar="FILE", help="Write the tensors to FILE.safetensors, under the names as asked.")
 @options.model
@@ -116,12 +118,14 @@ def _read(asked: Typed, requests: tuple[ParamRequest, ...], target: Path | None,
     from vlens_cli import models
     from vlens_cli.reader.launch import Reader
 
-    with Reader() as reader:
+    with Reader(threads=asked.svd is not None) as reader:
         model = models.resolve(asked.model)
         weights = _weights(model, reader, asked.allow_pickle)
         found = params.resolve(requests, weights)
         if asked.source == "auto" and any(param.view is None for param in found):
             return None
+        if asked.values:
+            params.check_values(found)
         entries = [params.entry(param, weights, "checkpoint", asked.raw) for param in found]
         body = _body(model, weights, entries, compare=asked.compare)
         frame = {

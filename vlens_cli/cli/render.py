@@ -405,7 +405,8 @@ def axes(entry: dict[str, Any]) -> str:
 
 
 def _weight_title(entry: dict[str, Any]) -> str:
-    chosen = "".join(f"  {axis or 'dim'} {_ranges(indices)}" for axis, indices in entry.get("selected", {}).items())
+    chosen = "".join(f"  {f'axis {axis}' if axis.isdigit() else axis} {_ranges(indices)}"
+                     for axis, indices in entry.get("selected", {}).items())
     how = f", dequantized ({entry['dequantized']})" if "dequantized" in entry else ""
     return visible(f"{axes(entry)} {entry['dtype']}, from the {entry['source']}{how}{chosen}")
 

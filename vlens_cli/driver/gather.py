@@ -35,8 +35,8 @@ def gather(shards: Sequence[torch.Tensor], how: Sharding) -> torch.Tensor:
     parts = how.parts or (shards[0].shape[how.dim],)
     replicas = how.replicas or (1,) * len(parts)
     if any(shard.shape[how.dim] != sum(parts) for shard in shards):
-        raise QueryError(f"a shard has {[shard.shape[how.dim] for shard in shards]} rows where its layer says {sum(parts)}",
-                         code="shards_differ")
+        widths = [shard.shape[how.dim] for shard in shards]
+        raise QueryError(f"shards have {widths} rows where their layer says {sum(parts)}", code="shards_differ")
     pieces = [shard.split(parts, dim=how.dim) for shard in shards]
     if len(shards) == 1:
         return shards[0]

@@ -115,7 +115,8 @@ def weight(layer: torch.nn.Module, attribute: str) -> torch.Tensor:
             raise LookupError(f"the engine has emptied {attribute}")
         return _unpacked(layer, value)
     experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-    if getattr(experts, "isa", None) and not getattr(experts, "_use_zentorch", False):
+    if attribute in ("w13_weight", "w2_weight") and getattr(experts, "isa", None) and not getattr(
+            experts, "_use_zentorch", False):
         return _unshuffled(value.detach(), attribute, experts)
     return value.detach().to(device="cpu", dtype=getattr(layer, "params_dtype", value.dtype))
 
@@ -126,8 +127,10 @@ _ROWS = 512
 
 @torch.inference_mode()
 def _unpacked(layer: torch.nn.Module, emptied: torch.Tensor) -> torch.Tensor:
-    """[out, in] of a linear layer whose weight is packed away, read back by pushing the identity through its kernel: each
-    sum has one term that is not zero, so every value is exact, but for the sign of zeros."""
+    """[out, in] of a linear layer whose weight is packed away, read back by pushing the identity through its kernel.
+
+    Each sum has one term that is not zero, so every value is exact, but for the sign of zeros.
+    """
     width = getattr(layer, "input_size_per_partition", layer.input_size)
     columns = []
     for start in range(0, width, _ROWS):
@@ -178,7 +181,10 @@ def sharding(layer: torch.nn.Module, attribute: str) -> Sharding:
     moe = getattr(getattr(layer, "routed_experts", layer), "moe_config", None)
     if moe is not None:
         width = moe.intermediate_size_per_partition
-        return Sharding(1, (width, width)) if attribute == "w13_weight" else Sharding(2)
+        # Where gate and up rows alternate, a rank has a run of them.
+        fused = () if "GptOss" in type(getattr(layer, "routed_experts", layer)).__name__ else (width, width)
+        return {"w13_weight": Sharding(1, fused), "w13_bias": Sharding(1, fused), "w2_weight": Sharding(2)}.get(
+            attribute, Sharding())
     match layer:
         case QKVParallelLinear():
             kv = layer.num_kv_heads

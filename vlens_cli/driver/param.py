@@ -20,6 +20,8 @@ def answer(session: Session, query: ParamQuery, progress: Progress, into: Binary
     """Raises UsageError before any engine starts, where headers tell; StartError, QueryError."""
     weights = params.of_model(session.spec.model)
     found = params.resolve(map(params.parse, query.names), weights)
+    if query.values:
+        params.check_values(found)
     numbers = _numbers(session, query, weights, found, progress)
     model = session.model_body()
     entries = [_entry(session, query, weights, param) for param in found]
@@ -44,8 +46,8 @@ def _numbers(session: Session, query: ParamQuery, weights: Weights, found: tuple
     from vlens_cli.reader import answer as reader
 
     live = driver.weights(weights)
-    return [as_numbers(live.tensor(param)).chosen(param.select) if _is_live(query, param) else reader.mapped(params.reading(param, weights, query.raw))
-            for param in found]
+    return [as_numbers(live.tensor(param)).chosen(param.select) if _is_live(query, param)
+            else reader.mapped(params.reading(param, weights, query.raw)) for param in found]
 
 
 def _entry(session: Session, query: ParamQuery, weights: Weights, param: Param) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from vlens_cli import env, hooks
+from vlens_cli import env, hooks, params
 from vlens_cli.daemon import client
 from vlens_cli.driver import boot, contract
 from vlens_cli.driver.base import LOGITS, Edit, ForwardResult
@@ -19,7 +19,7 @@ from vlens_cli.driver.tokens import Tokens
 from vlens_cli.errors import UsageError
 from vlens_cli.families import catalog_for
 from vlens_cli.models import Model
-from vlens_cli.query import CaptureQuery, EngineSpec, Interventions, Prompt, StartQuery
+from vlens_cli.query import CaptureQuery, EngineSpec, Interventions, ParamQuery, Prompt, StartQuery
 
 
 class ResidentDriver:
@@ -75,7 +75,12 @@ class ResidentDriver:
         )
 
     def get_param(self, name: str) -> torch.Tensor:
-        raise UsageError("a bridge to the resident engine gives no weights", hint=f"vlens param {name} -o w.safetensors")
+        """A whole live weight, by any of its names, on the host. Raises UsageError, QueryError."""
+        params.one(name, params.of_model(self.spec.model))
+        with tempfile.TemporaryDirectory(prefix="vlens-") as folder:
+            out = Path(folder) / "out.safetensors"
+            self._ask(ParamQuery((name,), live=True), out)
+            return load_file(out)[name]
 
     def probe_logit_reconstruction(self) -> bool:
         """Whether logits can be rebuilt here: the weights are in the engine."""

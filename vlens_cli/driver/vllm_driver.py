@@ -278,13 +278,12 @@ class VLLMDriver:
         return self._end["rebuild_error"] <= TOLERANCE[getattr(torch, self.plan.dtype)]
 
     def get_param(self, name: str) -> torch.Tensor:
-        """TransformerLens' `Driver.get_param`: a live weight, by any of its names, without selectors.
+        """TransformerLens' `Driver.get_param`: a whole live weight, by any of its names, on the host.
 
-        Raises UsageError for an unknown name, with near ones.
+        Raises UsageError for an unknown name, with near ones, QueryError where the engine does not give it.
         """
         weights = params.of_model(self.spec.model)
-        (param,) = params.resolve([params.ParamRequest(name, name)], weights)
-        return self.weights(weights).tensor(param).clone()
+        return self.weights(weights).tensor(params.one(name, weights)).clone()
 
     def weights(self, names: params.Weights) -> LiveWeights:
         """The engine's weights, under the names of its model."""

@@ -70,7 +70,7 @@ class LiveWeights:
         if self._weights.is_tied(row):
             return self._in_order(*self._weights.rows[row.tied], row.axes)
         found = self._in_order(row, layer, row.axes)
-        if "{e}" in row.tensor:
+        if row.axes[0] == "expert" and row.module == "experts":
             self._check_experts(name, found)
         return found
 

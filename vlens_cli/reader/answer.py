@@ -14,10 +14,6 @@ from vlens_cli.errors import QueryError, UsageError
 from vlens_cli.reader import arrays
 from vlens_cli.reader.arrays import Numbers
 
-# As JSON they are about 20 bytes each; more belong into a file.
-MOST_VALUES = 4_000_000
-
-
 def mapped(reading: Mapping[str, Any]) -> Numbers:
     """The numbers that a reading (`params.reading`) names, of files that are mapped and not yet read.
 
@@ -42,11 +38,12 @@ def _dequantized(reading: Mapping[str, Any]) -> np.ndarray:
     whole = piece | {"offset": 0, "shape": [rows, columns], "strides": [columns, 1]}
     raw, done = _piece(whole, reading["dtype"])
     scales, _ = _piece(scale["piece"], scale["dtype"])
-    factors = arrays.decode(scales, scale["dtype"]).reshape(-(-rows // scale["block"][0]), -(-columns // scale["block"][1]))
-    factors = np.repeat(factors, scale["block"][1], axis=1)[:, :columns]
+    high, wide = scale["block"]
+    factors = arrays.decode(scales, scale["dtype"]).reshape(-(-rows // high), -(-columns // wide))
+    factors = np.repeat(factors, wide, axis=1)[:, :columns]
     out = np.empty((rows, columns), np.float32)
     for row in range(rows):
-        out[row] = arrays.decode(raw[row], reading["dtype"]) * factors[row // scale["block"][0]]
+        out[row] = arrays.decode(raw[row], reading["dtype"]) * factors[row // high]
     done()
     strides = [stride * out.itemsize for stride in piece["strides"]]
     return np.lib.stride_tricks.as_strided(out.reshape(-1)[piece["offset"] :], piece["shape"], strides)
@@ -92,10 +89,6 @@ def described(numbers: Numbers, other: Numbers | None, values: bool, svd: int | 
                              f"{list(other.raw.shape)}", code="other_shape")
         found["compare"] = arrays.comparison(numbers, other)
     if values:
-        if numbers.raw.size > MOST_VALUES:
-            raise UsageError(f"--values of {numbers.raw.size} numbers", code="too_large",
-                             hint=f"-o FILE.safetensors takes any number, a selector such as [0:10] chooses; up to "
-                             f"{MOST_VALUES} are printed")
         found["values"] = numbers.tolist()
     return found
 
@@ -104,7 +97,7 @@ def _singular_values(numbers: Numbers, count: int, nonfinite: int) -> Any:
     if numbers.raw.ndim < 2:
         raise UsageError("--svd is for matrices, and this weight has one axis", code="no_matrix")
     if nonfinite:
-        raise QueryError("the singular values of a matrix that holds NaN or infinities are not defined", code="not_finite")
+        raise QueryError("a matrix that holds NaN or infinities has no singular values", code="not_finite")
     return arrays.singular_values(numbers, count)
 
 

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 RAW = {
-    "F64": "f8", "F32": "f4", "F16": "f2", "BF16": "u2", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1", "BOOL": "u1",
-    "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1", "U64": "u8", "U32": "u4", "U16": "u2", "U8": "u1",
+    "F64": "f8", "F32": "f4", "F16": "f2", "BF16": "u2", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1",
+    "BOOL": "u1", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1", "U64": "u8", "U32": "u4", "U16": "u2", "U8": "u1",
 }
 PIECE = 2**16
 WINDOW = 2**21
@@ -35,8 +35,7 @@ class Numbers(NamedTuple):
         return (self._copied(piece) for piece in _pieces(self.raw))
 
     def _copied(self, piece: np.ndarray) -> np.ndarray:
-        """A part of `raw`, flat, without holding more of a mapped file than `WINDOW`: a permuted part reaches over all of
-        it."""
+        """A part of `raw`, flat, holding no more of a mapped file than `WINDOW`: a permuted part reaches over all."""
         if not piece.size:
             return piece.reshape(-1).copy()
         out = np.empty(piece.shape, piece.dtype)

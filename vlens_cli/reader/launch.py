@@ -25,16 +25,20 @@ main(int(sys.argv[2]))
 
 
 class Reader:
-    """A reader process. It imports while this one finds out what to ask, so it is started first."""
+    """A reader process. It imports while this one finds out what to ask, so it is started first.
 
-    def __init__(self) -> None:
+    Sums need no `threads`, and starting them takes as long as the sums.
+    """
+
+    def __init__(self, threads: bool = False) -> None:
         self._sock, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                # -S: where the packages are it is told, and finding out by itself takes as long as a tenth of the answer.
-                [sys.executable, "-S", "-c", _MAIN, json.dumps(sys.path), str(theirs.fileno())],
-                # Sums need no threads, and starting them takes as long as the sums.
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+                # -S: it is told where the packages are; finding out by itself takes as long as a tenth of the answer.
+                # -P: a file of the user's folder must not stand in for one of Python's modules.
+                [sys.executable, "-S", "-P", "-c", _MAIN, json.dumps(sys.path), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                env=os.environ | ({} if threads else {"OPENBLAS_NUM_THREADS": "1"}),
                 # Ctrl-C is for this process, which then ends the reader.
                 process_group=0,
             )
@@ -49,8 +53,10 @@ class Reader:
 
     def ask(self, frame: dict[str, Any], into: BinaryIO | None = None, meanwhile: Callable[[], None] = lambda: None
             ) -> dict[str, Any]:
-        """Its answer; `meanwhile` is called while it works. Raises the errors of `reader.answer`, and QueryError where it
-        died."""
+        """Its answer; `meanwhile` is called while it works.
+
+        Raises the errors of `reader.answer`, and QueryError where it died.
+        """
         try:
             wire.send(self._sock, frame, into.fileno() if into is not None else None)
             meanwhile()

@@ -12,8 +12,8 @@ from vlens_cli.errors import INSTALL_HINT, StartError
 
 _TYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "bool": "BOOL", "int64": "I64", "int32": "I32", "int16": "I16",
-    "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
+    "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "bool": "BOOL", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
 }
 
 
@@ -40,7 +40,8 @@ def _tensors(file: str) -> dict[str, Any]:
     try:
         import torch
     except ImportError as fault:
-        raise StartError("torch, which reads pickled weights, is not installed", hint=INSTALL_HINT, code="no_engine") from fault
+        raise StartError("torch, which reads pickled weights, is not installed", hint=INSTALL_HINT,
+                         code="no_engine") from fault
     try:
         found = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as fault:  # torch raises whatever the file's own reading raises
