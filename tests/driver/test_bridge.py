@@ -101,5 +101,6 @@ def test_a_bridge_over_the_resident_engine_equals_one_in_process(tiny, engines, 
                 assert relative_error(got.logits[0, 2:], want.logits[0, 2:]) <= 1e-5
                 assert torch.equal(got.new_tokens, want.new_tokens) and got.rows == want.rows
             assert model.forward(torch.tensor([SHORT]), return_type="loss").isfinite()
+            assert torch.equal(model._driver.get_param("blocks.1.attn.W_Q"), driver.get_param("blocks.1.attn.W_Q"))
     finally:
         subprocess.run([sys.executable, "-m", "vlens_cli", "engine", "stop"], capture_output=True)
