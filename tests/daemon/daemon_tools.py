@@ -112,7 +112,7 @@ class Vlens:
         """What `engine status` says, asked without a new process."""
         from vlens_cli.daemon import launch
 
-        found = [launch.describe(home) for home in self.homes()]
+        found = [launch.describe(home, timeout=30) for home in self.homes()]
         return [one for one in found if one]
 
     def homes(self) -> list[runtime.Home]:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from compare import logit_error, relative_error
-from engines import capture
 from safetensors.torch import load_file, save_file
 from vlens_cli import families
 from vlens_cli.driver.base import LOGITS, Edit, Request, Want

@@ -120,6 +120,18 @@ def _asked(home: runtime.Home, verb: str, timeout: float) -> dict[str, Any] | No
         return None
 
 
+def name_idle_engines(error: VlensError) -> None:
+    """Put the idle engines that could be stopped into the hint of an error that says that memory is short."""
+    from vlens_cli import memory
+
+    if error.code != memory.SHORT:
+        return
+    described = [describe(home) for home in runtime.homes()]
+    stops = [f"`vlens engine stop -m {shlex.quote(one['folder'])}` frees {memory.gigabytes(one['rss_bytes'])}"
+             for one in described if one is not None and one["state"] == "idle" and one["pid"] != os.getpid()]
+    error.hint = "; ".join(filter(None, [*stops, error.hint]))
+
+
 def check_installed() -> None:
     """Before a process is started for nothing. Raises StartError."""
     for name in ("torch", "vllm"):

@@ -9,7 +9,6 @@ import contextlib
 import io
 import json
 import os
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
