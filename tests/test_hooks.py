@@ -101,6 +101,20 @@ def test_a_fault_has_a_caret_under_it(text, column):
     assert caught.value.code == "hook_grammar"
 
 
+@pytest.mark.parametrize(("read", "hint"), [
+    (lambda: parse_items("Eiffel", "pos"), """quotes must survive the shell: --pos '"Eiffel"'"""),
+    (lambda: parse_items("0,The Eiffel#2", "pos"), """quotes must survive the shell: --pos '"The Eiffel"'"""),
+    (lambda: parse("hook_embed[pos=Eiffel]"), """quotes must survive the shell: '...[pos="Eiffel"]'"""),
+    (lambda: parse("hook_embed[pos=1,head=3]"), "one pair of brackets each: [head=3][pos=-1]"),
+    (lambda: parse_items("1,,2", "pos"), ""),
+    (lambda: parse_items("Eiffel", "head"), ""),
+])  # fmt: skip
+def test_a_text_without_its_quotes_is_told_how_to_keep_them(read, hint):
+    with pytest.raises(HookError) as caught:
+        read()
+    assert caught.value.hint == hint
+
+
 def test_control_characters_do_not_move_the_caret():
     with pytest.raises(HookError) as caught:
         parse("hook_embed\x1b[31m")

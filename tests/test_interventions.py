@@ -114,6 +114,9 @@ def test_a_path_may_begin_like_a_number():
         ("blocks.5.hook_mlp_out += 2 * noise(1)", "noise takes its size itself", "noise(1)"),
         ("blocks.5.hook_mlp_out *= noise(1)", "it is no factor", "noise(1)"),
         ("blocks.5.hook_mlp_out *= proj(d.safetensors)", "it is no factor", "proj(d.safetensors)"),
+        ("blocks.5.hook_mlp_out += 4 * -1 * f.safetensors:k", "a value has one factor", "* f.safetensors:k"),
+        ("blocks.5.hook_mlp_out += f.safetensors:k * 4", "a value has one factor", "* 4"),
+        ("blocks.5.hook_mlp_out = @source * 4", "a value has one factor", "* 4"),
         ("blocks.5.hook_mlp_out = [1, x]", "expected a number", "x]"),
         ("blocks.5.hook_mlp_out = [1", "expected `,` or `]`", ""),
         ('blocks.5.hook_mlp_out = "x', "this quote is not closed", '"x'),
@@ -191,6 +194,11 @@ def test_whatever_is_typed_parses_or_is_refused(text):
         ({"hook": MLP, "op": "noise", "value": 3, "pos": None}, f"{MLP} += noise(3)"),
         ({"hook": MLP, "op": "mean", "value": "d.safetensors:k"}, f"{MLP} = mean(d.safetensors:k)"),
         (f"{MLP}[pos=0] = 1", f"{MLP}[pos=0] = 1"),
+        ({"hook": MLP, "op": "add", "value": "f.safetensors:k", "factor": 4}, f"{MLP} += 4 * f.safetensors:k"),
+        ({"hook": MLP, "op": "subtract", "value": "@source", "factor": -0.5}, f"{MLP} -= -0.5 * @source"),
+        ({"hook": MLP, "op": "set", "value": [1, 2], "factor": 2}, f"{MLP} = 2 * [1, 2]"),
+        ({"hook": MLP, "op": "set", "value": 3, "factor": 2}, f"{MLP} = 6"),
+        ({"hook": MLP, "op": "add", "value": "2 * f.safetensors", "factor": None}, f"{MLP} += 2 * f.safetensors"),
     ],
 )  # fmt: skip
 def test_a_spec_is_the_same_as_an_expression(spec, same):
@@ -222,6 +230,10 @@ def test_a_spec_is_the_same_as_an_expression(spec, same):
         ({"hook": MLP, "op": "project", "value": 3}, "project takes a list of numbers or names a tensor"),
         ({"hook": MLP, "op": "mean", "value": "@source"}, "mean takes a list of numbers or names a tensor"),
         ({"hook": MLP, "op": "scale", "factor": [1]}, "scale takes a number"),
+        ({"hook": MLP, "op": "project", "value": [1], "factor": 2}, "a key that project does not take: factor"),
+        ({"hook": MLP, "op": "add", "value": [1], "factor": "2"}, "factor is no number: '2'"),
+        ({"hook": MLP, "op": "add", "value": "2 * f.safetensors", "factor": 2}, "a factor is given twice"),
+        ({"hook": MLP, "op": "add", "value": "noise(3)", "factor": 2}, "noise takes its size itself"),
     ],
 )
 def test_bad_specs(spec, says):

@@ -279,8 +279,22 @@ def _read_item(reader: Reader, axis: str) -> Item:
         kinds = "a number, a range such as 3:6" + (', a text such as "Eiffel"' if axis == "pos" else "")
         here = reader.at
         hint = "one pair of brackets each: [head=3][pos=-1]" if reader.take(r"(?:pos|head|dim)\s*=") else ""
+        if axis == "pos" and not hint:
+            hint = _quotes_hint(reader)
         raise reader.fault(f"expected {kinds}", here, hint=hint)
     return Index(start)
+
+
+def _quotes_hint(reader: Reader) -> str:
+    """How the text at the reader's place is typed, empty where none stands there: the shell has taken its quotes."""
+    import shlex
+
+    in_brackets = "[" in reader.text[: reader.at]
+    text = (reader.take(r"[^\]#]*") or "").strip()
+    if not (text.isprintable() and re.search(r"[^\W\d]", text)):
+        return ""
+    typed = f"'...[pos={quoted(text)}]'" if in_brackets else f"--pos {shlex.quote(quoted(text))}"
+    return f"quotes must survive the shell: {typed}"
 
 
 def _read_text(reader: Reader, quote: str) -> Text:

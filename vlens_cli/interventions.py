@@ -242,6 +242,9 @@ def _read_path(reader: Reader) -> str:
 def _after_value(reader: Reader) -> HookError:
     if reader.text[reader.at] == ":":
         return reader.fault("a path with a colon stands in quotes")
+    if reader.text[reader.at] == "*":
+        return reader.fault("a value has one factor, in front of it", hint="FACTOR * FILE:KEY, one factor, in front: "
+                            "4 * steer.safetensors:happy")
     return reader.fault("the expression ends before this", hint="one -i for each expression; quote paths with spaces")
 
 
@@ -251,6 +254,7 @@ _PARAMETERS = {"suppress": None, "scale": "factor", **dict.fromkeys(
     ("add", "subtract", "set", "project", "noise", "mean"), "value")}
 _SPEC_OPS = {"suppress": "=", "scale": "*=", "add": "+=", "subtract": "-=", "set": "=", "project": "-=", "noise": "+=",
              "mean": "="}
+_FACTOR_OPS = ("add", "subtract", "set")
 
 
 def from_spec(spec: Any) -> Intervention:
@@ -258,7 +262,8 @@ def from_spec(spec: Any) -> Intervention:
 
     `hook`, `op`, optional `pos`, `head`, `dim` (a number, a list of numbers, or the text inside `[pos=...]`), and what
     the op takes: suppress nothing; scale `factor`; add, subtract, set a `value` (a number, a list, or the right side of
-    an expression); project, mean a `value` that is a list or names a tensor; noise its standard deviation as `value`.
+    an expression) and, optional, the `factor` that it is multiplied by; project, mean a `value` that is a list or
+    names a tensor; noise its standard deviation as `value`.
     Raises UsageError for anything else: a key that is passed over would change what the edit means.
     """
     if isinstance(spec, str):
@@ -270,13 +275,16 @@ def from_spec(spec: Any) -> Intervention:
         raise _bad_spec(f"no op that vlens has: {op!r}", f"one of {', '.join(_SPEC_OPS)}")
     parameter = _PARAMETERS[op]
     needed = {"hook", "op", *filter(None, [parameter])}
-    unknown = spec.keys() - needed - {"pos", "head", "dim"}
+    optional = [*(["factor"] if op in _FACTOR_OPS else []), "pos", "head", "dim"]
+    unknown = spec.keys() - needed - set(optional)
     if unknown:
         raise _bad_spec(f"a key that {op} does not take: {', '.join(sorted(unknown))}",
-                        f"{op} takes {', '.join(sorted(needed))}, and pos, head, dim")
+                        f"{op} takes {', '.join(sorted(needed))}, and {', '.join(optional)}")
     if missing := needed - spec.keys():
         raise _bad_spec(f"{op} without: {', '.join(sorted(missing))}")
     value = Constant(0.0) if parameter is None else _spec_value(op, spec[parameter])
+    if op in _FACTOR_OPS and spec.get("factor") is not None:
+        value = _scaled(value, spec["factor"])
     return Intervention(_spec_hook(spec), _SPEC_OPS[op], value)
 
 
@@ -322,6 +330,19 @@ def _spec_value(op: str, given: Any) -> Value:
     if op == "scale" and not isinstance(value, Constant):
         raise _bad_spec(f"scale takes a number: {given!r}")
     return value
+
+
+def _scaled(value: Value, factor: Any) -> Value:
+    """A value times the `factor` beside it."""
+    if not _is_number(factor):
+        raise _bad_spec(f"factor is no number: {factor!r}")
+    if isinstance(value, Noise):
+        raise _bad_spec(f"noise takes its size itself, and no factor: {value}")
+    if isinstance(value, Constant):
+        return Constant(value.value * factor)
+    if value.factor != 1:
+        raise _bad_spec(f"a factor is given twice, in the value and beside it: {value}")
+    return replace(value, factor=float(factor))
 
 
 def _is_number(value: Any) -> bool:

@@ -17,6 +17,13 @@ DEFAULT = "resid_post"
 _READ = {pattern.rpartition(".")[2] for pattern in WORDS.values()} | {"hook_pos_embed"}
 
 
+def near(word: str) -> list[str]:
+    """The words of `--lens` like one that is none of them, the nearest first."""
+    from difflib import get_close_matches
+
+    return get_close_matches(word, WORDS, cutoff=0.7)
+
+
 def points(texts: Iterable[str], catalog: Catalog) -> tuple[str, ...]:
     """The hook points that words or hook patterns mean, in the order of the forward.
 

@@ -41,6 +41,15 @@ def test_patterns_choose_in_the_order_of_the_forward(shell):
     assert body["refused"] == []
 
 
+def test_a_star_after_the_layer_is_the_whole_block_and_another_stops_at_a_dot(shell):
+    every = [entry["name"] for entry in listed(shell)["hooks"]]
+    block = [entry["name"] for entry in listed(shell, "blocks.{-1,1}.*")["hooks"]]
+    assert block == [name for name in every if name.startswith(("blocks.1.", "blocks.3."))]
+    assert "blocks.3.attn.hook_z" in block
+    plain = [entry["name"] for entry in listed(shell, "blocks.3.hook_*")["hooks"]]
+    assert plain == [name for name in every if name.startswith("blocks.3.hook_")]
+
+
 def test_the_table_folds_layers(shell):
     out = shell.fake("hooks", "--table").stdout
     row = next(line for line in out.splitlines() if line.startswith("blocks.{i}.attn.hook_k "))

@@ -71,6 +71,9 @@ def test_every_option_reaches_the_engine(run):
     (["--lens=attn_out,mlp_out", "The Eiffel Tower"], ("attn_out", "mlp_out")),
     (["--lens", "blocks.{0,2}.hook_resid_post", "The Eiffel Tower"], ("blocks.{0,2}.hook_resid_post",)),
     (["--lens", "--", "--lens"], ("resid_post",)),
+    (["Hello", "--lens"], ("resid_post",)),
+    (["--lens", "--", "Hello"], ("resid_post",)),
+    (["--lens", "resid_mid, mlp_out", "The Eiffel Tower"], ("resid_mid", "mlp_out")),
 ])  # fmt: skip
 def test_the_lens_may_stand_alone_before_a_prompt(run, args, points):
     query = run(*args)
@@ -86,6 +89,9 @@ def test_the_lens_may_stand_alone_before_a_prompt(run, args, points):
     (["--pos", "x", "hello"], "expected a number"),
     (["--top", "-1", "hello"], "-1"),
     (["--lens=resid_poost", "hello"], "resid_poost"),
+    (["--lens", "resid_mdi", "--pos", "-1", "P"], "no point of it: resid_mdi\n\nhint: did you mean --lens=resid_mid?"),
+    (["--lens", "attn_out,resid_mdi", "P"], "did you mean --lens=attn_out,resid_mid?"),
+    (["--lens", "Hello"], "a prompt of one word stands before it"),
     (["--lens=ln_final.hook_out", "hello"], "the lens reads the stream"),
     (["--save-dtype", "float16", "hello"], "-o is not given"),
     ([""], "the prompt is empty"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,8 @@ def command(
 ) -> None:
     """The hook points of a model, and the ones it does not give.
 
-    Needs no engine. A PATTERN chooses: 'blocks.3.*', 'blocks.*.attn.hook_q', ln_final.hook_scale.
+    Needs no engine. A PATTERN chooses: 'blocks.3.*' (the whole block; elsewhere `*` stops at a dot, as in captures),
+    'blocks.*.attn.hook_q', ln_final.hook_scale.
     """
     as_json = output.wants_json(as_json, as_table)
     requests = tuple(map(_parsed, patterns))
@@ -61,9 +63,19 @@ def _parsed(pattern: str) -> HookRequest:
     return request
 
 
+def _named(request: HookRequest, catalog: Catalog) -> Iterable[str]:
+    """The names that a pattern means. A `*` right after the layer is the whole block in a list: who asks what there is
+    does not know yet which part has it."""
+    names = expand(request, catalog)
+    if not re.fullmatch(r"blocks\.[^.]+\.\*", request.pattern):
+        return names
+    layers = {catalog.layer(name) for name in names}
+    return [name for name in catalog.names if catalog.layer(name) in layers]
+
+
 def _body(model: Model, catalog: Catalog, requests: tuple[HookRequest, ...]) -> dict[str, Any]:
     """What `--json` prints. Names that are not given are listed where everything is."""
-    wanted = {name for request in requests for name in expand(request, catalog)}
+    wanted = {name for request in requests for name in _named(request, catalog)}
     names = [name for name in catalog.names if name in wanted or not requests]
     return {
         "schema_version": SCHEMA_VERSION,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +27,10 @@ class LogitsCommand(prompts.PromptCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
+        if not ctx.resilient_parsing:
+            for arg, following in zip(args[:end], args[1:end], strict=False):
+                if arg == "--lens":
+                    _check_point(following)
         given = [f"--lens={lens.DEFAULT}" if arg == "--lens" and not _points_follow(args[n + 1 : end]) else arg
                  for n, arg in enumerate(args[:end])]
         return super().parse_args(ctx, given + args[end:])
@@ -33,7 +38,18 @@ class LogitsCommand(prompts.PromptCommand):
 
 def _points_follow(args: list[str]) -> bool:
     """Whether what stands behind `--lens` is meant for it: a word that it knows, or a hook."""
-    return bool(args) and (hooks.looks_like_hook(args[0]) or all(word in lens.WORDS for word in args[0].split(",")))
+    return bool(args) and (hooks.looks_like_hook(args[0]) or all(word in lens.WORDS for word in _split(args[0])))
+
+
+def _check_point(text: str) -> None:
+    """Raises UsageError for a word behind `--lens` that is no point: a slip of the pen would be fed as a prompt."""
+    if not text or text.startswith("-") or re.search(r"\s", text) or _points_follow([text]):
+        return
+    points = ",".join(next(iter(lens.near(word)), word) for word in _split(text))
+    meant = f"did you mean --lens={points}? " if points != text else ""
+    raise UsageError(f"this word after --lens is no point of it: {text}", code="no_lens",
+                     hint=f"{meant}--lens takes {', '.join(lens.WORDS)}, or hook points; a prompt of one word stands "
+                     "before it")
 
 
 class Typed(NamedTuple):
@@ -85,7 +101,8 @@ class Typed(NamedTuple):
 @click.option("--diff", nargs=2, metavar="A B", help="The logit of A minus the logit of B.")
 @click.option("--loss", is_flag=True, help="How badly the prompt is predicted: nats a token, mean, perplexity.")
 @click.option("--lens", multiple=True, metavar="[POINTS]", help="Each layer's rows through the final norm and the "
-              f"unembedding: {', '.join(lens.WORDS)}, or hook points. Default: {lens.DEFAULT}.")
+              f"unembedding: {', '.join(lens.WORDS)}, or hook points. Default: {lens.DEFAULT}. "
+              "--lens=POINTS cannot be taken for a prompt.")
 @click.option("--attribution", is_flag=True, help="What the embedding, every sublayer and every head add to the logit of "
               "the targets, or to the difference, with the final norm's scale as it is.")
 @click.option("--values", is_flag=True, help="Print every logit.")
