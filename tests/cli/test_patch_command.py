@@ -137,7 +137,8 @@ def test_base_against_patched_as_a_table(run):
     lines = [line.split() for line in run.out.splitlines()]
     assert ["0.75,", "source", "1"] == lines[-4][-3:] and ["recovery:", "base", "0,", "patched"] == lines[-4][:4]
     assert f"{SET}  (applied in 1 forward)" in run.out
-    assert '" Paris"' in run.out and "KL(base || patched): 1.25 nats" in run.out
+    assert '" Paris"' in run.out and "KL(base || patched) after the last prompt token: 1.25 nats" in run.out
+    assert "likeliest after the last prompt token:" in run.out
     assert 'base continues: " Paris Paris"' in run.out and 'patched continues: " Rome Rome"' in run.out
     assert "\x1b" not in run.out and r'"\x1b[31m"' in run.out
     (difference,) = (line for line in lines if line[:1] == ["difference"])
@@ -151,7 +152,7 @@ def test_one_token_is_no_continuation_and_no_targets_no_table(run):
     runs = {"base": run_of("a"), "patched": run_of("b"), "source": run_of("c")}
     run.body = COMPARED | {"prompts": [prompt | runs | {"effect": bare}]}
     run("--table", "-i", SET, "--source", "x", "hello")
-    assert "continues" not in run.out and "target" not in run.out and "KL(base || patched): 0 nats" in run.out
+    assert "continues" not in run.out and "target" not in run.out and "last prompt token: 0 nats" in run.out
 
 
 def test_json_is_the_reply(run):
@@ -179,6 +180,15 @@ def test_one_axis_is_a_column(run):
     rows = [line.split() for line in run.out.splitlines() if line.startswith("head ")]
     assert rows == [["head", "0", "0.5", "▒+"], ["head", "2", "-1", "█-"]]
     assert 'probability of " Rome"' in run.out
+
+
+def test_kv_heads_are_called_so(run):
+    sweep = SWEPT["sweep"] | {"axes": ["layer", "head"], "head_axes": ["kv_head"]}
+    run.body = SWEPT | {"sweep": sweep}
+    run(*SWEEP, "--table", "hello")
+    assert "kv head 0" in run.out and "layer 1" in run.out
+    assert picture.grid_of(sweep | {"head_axes": ["head", "kv_head"]}).columns[2] == "head or kv head 2"
+    assert picture.grid_of(sweep | {"head_axes": ["head"]}).columns[2] == "head 2"
 
 
 def test_colour_on_a_terminal_and_blocks_where_it_is_narrow(run, monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from vlens_cli.driver import patch
 from vlens_cli.driver.base import Captured, Edit, Result
 from vlens_cli.driver.edits import Edited, edits_for
 from vlens_cli.driver.tokens import Tokens
@@ -219,6 +220,32 @@ def test_keys(plan, store):
         with pytest.raises(UsageError) as caught:
             plan(text)
         assert says in caught.value.message and caught.value.code == "no_key"
+
+
+def test_the_hint_of_a_file_of_several_names_those_that_fit(plan, store):
+    def hint(text: str) -> str:
+        with pytest.raises(UsageError) as caught:
+            plan(text)
+        return caught.value.hint
+
+    path = store(a=torch.zeros(17), b=torch.ones(2, 16), c=torch.ones(16), d=torch.tensor(1.0))
+    assert hint(f"{MLP} = {path}") == f"say which: {path}:b or {path}:c"
+    assert hint(f"{Z} = {path}") == f"none of them is 4 wide, as {Z} is"
+    many = store(**{f"k{n}": torch.ones(16) for n in range(5)})
+    assert hint(f"{MLP} = {many}").endswith(f"{many}:k2; 5 of them are 16 wide")
+
+
+def test_edits_of_generated_positions_alone_are_said_to_change_nothing_measured(plan):
+    def notes(*expressions: str, new: int = 3) -> list[str]:
+        edited = plan(*expressions, prompts=(ids(5, 6, 7), ids(5, 6, 7, 8)), new=new)
+        return patch.beyond(edited, plan.session.feed((ids(5, 6, 7), ids(5, 6, 7, 8)), None))
+
+    (note,) = notes(f"{MLP}[pos=generated] = 0", f"{Z}[pos=4:] = 1")
+    assert note.startswith("every edit is on generated positions: ")
+    (note,) = notes(f"{MLP}[pos=3] = 0")
+    assert note.startswith("every edit of prompt 0 is on generated positions")
+    assert notes(f"{MLP}[pos=generated] = 0", f"{MLP}[pos=-1] = 0") == []
+    assert notes(f"{MLP} = 0") == [] and notes(new=1) == []
 
 
 def test_files_that_do_not_fit(plan, store, tmp_path):

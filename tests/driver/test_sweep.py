@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from vlens_cli import hooks
 from vlens_cli.driver import effect, sweep
 from vlens_cli.driver.sweep import Part
 from vlens_cli.driver.targets import Target
+from vlens_cli.driver.tokens import Fed
 from vlens_cli.errors import HookError, UsageError
 from vlens_cli.families import catalog_for
 from vlens_cli.query import PatchQuery, Prompt
@@ -62,6 +64,17 @@ def test_an_axis_that_is_not_swept_is_patched_at_once():
 def test_kv_heads_have_cells_of_their_own():
     found = cells("blocks.*.attn.hook_k", "blocks.*.attn.hook_q", axes=("layer", "head"))
     assert len(found) == 12 and len(found[0, 1]) == 2 and len(found[0, 3]) == 1
+    assert sweep.head_axes(found, CATALOG) == ["head", "kv_head"]
+    assert sweep.head_axes(cells("blocks.*.attn.hook_v", axes=("head",)), CATALOG) == ["kv_head"]
+
+
+def test_a_source_of_another_length_has_a_hint_that_a_sweep_can_follow():
+    fed, source = (Fed(ids, (None,) * len(ids), (None,) * len(ids), None) for ids in ((1, 2, 3), (1, 2)))
+    session, plan = SimpleNamespace(catalog=CATALOG), SimpleNamespace(sources=[source])
+    query = PatchQuery((Prompt("a"),), sweep=("layer",), hooks=("blocks.*.hook_resid_post",))
+    with pytest.raises(UsageError, match="the prompt has 3 tokens and the source 2") as caught:
+        sweep._plan(session, query, [fed], plan)
+    assert caught.value.hint.startswith("choose a --source of the prompt's number of tokens")
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ def patch(body: dict[str, Any]) -> str:
 def _compared(prompt: dict[str, Any]) -> Iterator[Table | Text]:
     runs = [name for name in ("base", "patched", "source") if name in prompt]
     yield line()
+    yield line("likeliest after the last prompt token:")
     columns = [column for name in runs for column in ((name, "left"), ("logit", "right"), ("prob", "right"))]
     tops = zip(*(prompt[name]["top"] for name in runs), strict=True)
     yield render.table(columns, ([cell for entry in row for cell in _token(entry)] for row in tops))
@@ -46,7 +47,7 @@ def _compared(prompt: dict[str, Any]) -> Iterator[Table | Text]:
     if "metric" in effect:
         values = ", ".join(f"{name} {_maybe(effect['metric'][name])}" for name in runs)
         yield line(f"{effect['metric']['name']}: {values}")
-    yield line(f"KL(base || patched): {number(effect['kl'])} nats")
+    yield line(f"KL(base || patched) after the last prompt token: {number(effect['kl'])} nats")
     if len(prompt["base"]["new_tokens"]) > 1:
         yield from (line(f"{name} continues: {_continuation(prompt[name])}") for name in ("base", "patched"))
 

@@ -90,7 +90,8 @@ interventions = together(
                  help="Change the forward, repeatable, in order: 'blocks.5.hook_mlp_out = 0', 'blocks.8.hook_resid_post"
                  "[pos=3] = @source', 'blocks.10.hook_resid_post += 4 * steer.safetensors:happy'."),
     click.option("--spec", "specs", multiple=True, metavar="FILE",
-                 help="Interventions from a JSON file, after those of -i: a list of objects (hook, op, value, factor, pos)."),
+                 help="Interventions from a JSON file, after those of -i: a list of objects (hook, op, value, factor, "
+                 "pos)."),
     click.option("--source", "sources", multiple=True, metavar="TEXT",
                  help="The prompt that @source values come from: one for all prompts, or one for each."),
     click.option("--source-tokens", multiple=True, metavar="IDS", help="The same as token ids."),

@@ -56,6 +56,8 @@ def _change(value: Value, base: Value) -> float | None:
 
 
 def _label(axis: str, n: int, sweep: dict[str, Any]) -> str:
+    if axis == "head":
+        return f"{' or '.join(sweep.get('head_axes', ['head'])).replace('_', ' ')} {n}"
     if axis != "pos":
         return f"{axis} {n}"
     text = sweep["tokens"][n]["text"]

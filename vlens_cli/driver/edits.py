@@ -214,13 +214,16 @@ def row_shape(catalog: Catalog, hook: Selected) -> tuple[int, ...]:
     return tuple(row)
 
 
-def check_aligned(fed: Fed, source: Fed) -> None:
+MAPPED_HINT = "say which position takes which: 'blocks.8.hook_resid_post[pos=3] = @source[pos=4]'"
+
+
+def check_aligned(fed: Fed, source: Fed, hint: str = MAPPED_HINT) -> None:
     """Raises UsageError where the same position is not the same place in a prompt and its source, with both rows."""
     if len(fed.ids) != len(source.ids):
         raise UsageError(
             f"the prompt has {len(fed.ids)} tokens and the source {len(source.ids)}, so positions do not correspond\n"
             f"  prompt: {_row(fed)}\n  source: {_row(source)}",
-            hint="say which position takes which: 'blocks.8.hook_resid_post[pos=3] = @source[pos=4]'",
+            hint=hint,
             code="not_aligned")
 
 

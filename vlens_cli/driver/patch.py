@@ -9,7 +9,7 @@ from vlens_cli import __version__
 from vlens_cli.driver import boot, targets
 from vlens_cli.driver.base import LOGITS, Request, Result, Want
 from vlens_cli.driver.capture import token_rows
-from vlens_cli.driver.edits import Plan, check_memory
+from vlens_cli.driver.edits import Edited, Plan, check_memory
 from vlens_cli.driver.targets import Target
 from vlens_cli.driver.tokens import Fed
 from vlens_cli.errors import UsageError
@@ -40,6 +40,17 @@ def answer(session: Session, query: PatchQuery, progress: Progress, into: Binary
 def last(fed: Fed) -> dict[str, Want]:
     """The logits that follow the prompt."""
     return {LOGITS: Want((len(fed.ids) - 1,))}
+
+
+def beyond(edited: Edited, fed: Sequence[Fed]) -> list[str]:
+    """A note where every edit of a prompt is on generated positions, which nothing that is measured comes after."""
+    found = [n for n, (edits, f) in enumerate(zip(edited.edits, fed, strict=True))
+             if edits and all(edit.positions and min(edit.positions) >= len(f.ids) for edit in edits)]
+    if not found:
+        return []
+    of = "" if len(found) == len(fed) else f" of prompt {', '.join(map(str, found))}"
+    return [f"every edit{of} is on generated positions: logits, targets and KL are those after the last prompt token, "
+            "which they come after; compare the continuations"]
 
 
 def row_of(result: Result) -> torch.Tensor:
@@ -74,7 +85,7 @@ def _compare(session: Session, query: PatchQuery, fed: Sequence[Fed], asked: Seq
             **({"source_tokens": token_rows(plan.sources[plan.source_of(n)])} if source else {}),
             "effect": _effect({name: row_of(run) for name, run in runs.items()}, asked, metric),
         })
-    notes = (*session.plan.notes, *(note for f in fed for note in f.notes), *edited.notes)
+    notes = (*session.plan.notes, *(note for f in fed for note in f.notes), *edited.notes, *beyond(edited, fed))
     body = head(session) | {"prompts": prompts, "seconds": {"forward": round(seconds + more, 6)}}
     return Reply(body, tuple(dict.fromkeys(notes)))
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # Logits that are held at once where a metric needs whole rows.
 PIECE_BYTES = 1 << 28
+ALIGNED_HINT = ("choose a --source of the prompt's number of tokens: a sweep takes each position from the same one; "
+                "without --sweep, -i '...[pos=3] = @source[pos=4]' patches one from another")
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ def _found(query: PatchQuery, sweep: Sweep, asked: Sequence[Target], metric: eff
         "targets": [target.body() for target in asked], "cells": len(values),
         "base": metric.value(base, base, source), "source": metric.value(source, base, source),
         "grid": _nested(values, sweep.extents),
+        **({"head_axes": head_axes(sweep.cells, session.catalog)} if "head" in query.sweep else {}),
         "tokens": token_rows(sweep.fed), "source_tokens": token_rows(sweep.source_fed),
     }
 
@@ -118,7 +121,7 @@ def _plan(session: Session, query: PatchQuery, fed: Sequence[Fed], plan: Plan) -
         raise UsageError("a sweep reads the logits after the prompt, and generates nothing",
                          hint="leave out --max-tokens", code="sweep_generates")
     (one,), source, n_tokens = fed, plan.sources[0], len(fed[0].ids)
-    check_aligned(one, source)
+    check_aligned(one, source, ALIGNED_HINT)
     swept = _hooks(query, session.catalog)
     places = [hook.pos and positions_in(session, hook.pos, one, n_tokens) for hook in swept]
     cells = plan_cells(swept, places, query.sweep, session.catalog, n_tokens)
@@ -163,6 +166,11 @@ def _choices(hook: hooks.Selected, positions: tuple[int, ...], axes: Sequence[st
     yield [catalog.layer(hook.name) if "layer" in axes else None]
     yield positions if "pos" in axes else [None]
     yield (hook.head or range(catalog.size(catalog.axes(hook.name)[1]))) if "head" in axes else [None]
+
+
+def head_axes(cells: Cells, catalog: Catalog) -> list[str]:
+    """What the swept heads are: `head`, `kv_head`, or both where the hook points differ."""
+    return sorted({catalog.axes(part.name)[1] for parts in cells.values() for part in parts})
 
 
 def _extents(axes: Sequence[str], swept: Sequence[hooks.Selected], catalog: Catalog, n_tokens: int

@@ -60,13 +60,14 @@ class Values:
             return torch.tensor(value.of.values)
         path = value.of.path
         with _opened(path) as file:
-            key = self._key(list(file.keys()), value.of, step.hook.name)
+            key = self._key(file, value.of, step)
             if (path, key) not in self._read:
                 self._read[path, key] = self._checked(file.get_tensor(key), f"{path}:{key}")
         return self._read[path, key]
 
-    def _key(self, keys: list[str], of: File, hook: str) -> str:
+    def _key(self, file: Any, of: File, step: Step) -> str:
         """The tensor meant: as named, or the only one, or the one named like the hook."""
+        keys, hook = list(file.keys()), step.hook.name
         if of.key in keys:
             return of.key
         if of.key is not None:
@@ -78,7 +79,7 @@ class Values:
             return named[0]
         found = f"several are named like {hook}" if named else f"none is named {hook}"
         raise UsageError(f"{of.path} has {len(keys)} tensors, and {found}; {_listed(keys)}", code="no_key",
-                         hint=f"say which: {File(of.path, keys[0])}" if keys else "")
+                         hint=_fitting(file, keys, of.path, step) if keys else "")
 
     def _checked(self, t: torch.Tensor, what: str) -> torch.Tensor:
         if t.is_complex() or t.dtype == torch.bool:
@@ -139,6 +140,16 @@ def _opened(path: str) -> Iterator[Any]:
         raise PathError(f"this is not a safetensors file: {path}: {fault}") from fault
     except OSError as fault:
         raise PathError(f"this file cannot be read, {fault.strerror or fault}: {path}") from fault
+
+
+def _fitting(file: Any, keys: Sequence[str], path: str, step: Step) -> str:
+    """The hint that names the first tensors as wide as what is selected."""
+    width = step.row[-1]
+    found = [key for key in keys if file.get_slice(key).get_shape()[-1:] == [width]]
+    if not found:
+        return f"none of them is {width} wide, as {step.where} is"
+    more = "" if len(found) <= 3 else f"; {len(found)} of them are {width} wide"
+    return f"say which: {' or '.join(str(File(path, key)) for key in found[:3])}{more}"
 
 
 def _listed(keys: Sequence[str]) -> str:
