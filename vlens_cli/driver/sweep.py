@@ -78,7 +78,7 @@ def answer(session: Session, query: PatchQuery, fed: Sequence[Fed], asked: Seque
     metric = effect.metric(query.metric, asked, True)
     requests = [_request(parts, sweep.fed, ends, metric) for parts in sweep.cells.values()]
     raw, more = _run(session, requests, metric, progress)
-    found = _found(query, sweep, asked, metric, ends, raw)
+    found = _found(query, sweep, asked, metric, ends, raw, session.catalog)
     body = patch.head(session) | {
         "prompts": [{
             "text": sweep.fed.text, "chunks": ends.base.chunks, "tokens": token_rows(sweep.fed),
@@ -93,7 +93,7 @@ def answer(session: Session, query: PatchQuery, fed: Sequence[Fed], asked: Seque
 
 
 def _found(query: PatchQuery, sweep: Sweep, asked: Sequence[Target], metric: effect.Metric, ends: Ends,
-           raw: Sequence[float]) -> dict[str, Any]:
+           raw: Sequence[float], catalog: Catalog) -> dict[str, Any]:
     """The `sweep` of the reply."""
     base, source = (metric.of_whole(patch.row_of(run)) for run in (ends.base, ends.source))
     values = {at: metric.value(x, base, source) for at, x in zip(sweep.cells, raw, strict=True)}
@@ -102,7 +102,7 @@ def _found(query: PatchQuery, sweep: Sweep, asked: Sequence[Target], metric: eff
         "targets": [target.body() for target in asked], "cells": len(values),
         "base": metric.value(base, base, source), "source": metric.value(source, base, source),
         "grid": _nested(values, sweep.extents),
-        **({"head_axes": head_axes(sweep.cells, session.catalog)} if "head" in query.sweep else {}),
+        **({"head_axes": head_axes(sweep.cells, catalog)} if "head" in query.sweep else {}),
         "tokens": token_rows(sweep.fed), "source_tokens": token_rows(sweep.source_fed),
     }
 
