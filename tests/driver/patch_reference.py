@@ -34,7 +34,7 @@ def hooked(model: nn.Module, point: str, layer: int, change: Change) -> torch.ut
     block = model.get_submodule(f"{tree.layers}.{layer}")
     if point == "z":  # the input of the output projection
         return block.get_submodule(tree.o).register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:]))
-    path = {"resid_post": "", "attn_out": tree.attention, "mlp_out": tree.mlp}[point]
+    path = {"resid_post": "", "attn_out": tree.attn_output or tree.attention, "mlp_out": tree.mlp_output}[point]
 
     def after(_: nn.Module, __: Any, output: Any) -> Any:
         return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
