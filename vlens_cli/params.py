@@ -430,6 +430,23 @@ def check_values(found: Sequence[Param]) -> None:
                          f"{MOST_VALUES} are printed at most")
 
 
+def requested(texts: Iterable[str], weights: Weights) -> tuple[ParamRequest, ...]:
+    """What was typed, parsed; a tensor's own name is taken as it is, for it may hold brackets. Raises HookError."""
+    return tuple(ParamRequest(text, text) if text in weights.stored else parse(text) for text in texts)
+
+
+def of_other(requests: Sequence[ParamRequest], found: Sequence[Param], weights: Weights, model: str) -> list[Param]:
+    """The weights of the same names in another model, in the order of `found`. Raises UsageError, which names it."""
+    try:
+        theirs = {param.name: param for param in resolve(requests, weights)}
+    except UsageError as fault:
+        fault.message = f"in {model}: {fault.message}"
+        raise
+    if missing := [param.name for param in found if param.name not in theirs]:
+        raise UsageError(f"in {model}: there is no {missing[0]}", code="unknown_param")
+    return [theirs[param.name] for param in found]
+
+
 # From what was typed to weights
 
 
@@ -568,7 +585,7 @@ def _no_such(glob: str, request: ParamRequest, weights: Weights) -> UsageError:
                               hint=_near_hint(glob, weights))
     if weights.catalog is None:
         return UsageError(f"no weight of this model is named: {request.pattern}", code="unknown_param",
-                          hint=f"only the checkpoint's names are known here, for {weights.reason}; "
+                          hint=f"here a weight has its checkpoint's name only ({weights.reason}); "
                           + _near_hint(glob, weights))
     layer = re.match(r"blocks\.(-?\d+)\.", glob)
     if layer and not 0 <= int(layer[1]) < weights.n_layers:

@@ -198,7 +198,7 @@ def test_a_comparison_of_other_shapes_is_refused(shell, folder, tmp_path):
     arrays = made.tensors() | {"model.norm.weight": np.ones(9, np.float32)}
     other = made.model(tmp_path / "other", arrays, architectures=["Unknown"])
     refused(param(shell, folder, "model.norm.weight", "--compare", str(other)), "different shapes", "[8]", "[9]")
-    refused(param(shell, folder, "blocks.0.ln1.w", "--compare", str(other)), "blocks.0.ln1.w")
+    refused(param(shell, folder, "blocks.0.ln1.w", "--compare", str(other)), f"in {other}: no weight", "blocks.0.ln1.w")
 
 
 # Lists and names
@@ -275,7 +275,7 @@ def test_a_config_that_is_not_the_familys_leaves_the_checkpoints_names(shell, tm
     for change in ({"sliding_window": 8}, {"hidden_size": "8"}):
         folder = made.model(tmp_path / "m", **change)
         assert one(param(shell, folder, "model.norm.weight"))["shape"] == [8]
-        refused(param(shell, folder, "ln_final.w"), "no weight of this model is named", "only the checkpoint's names",
+        refused(param(shell, folder, "ln_final.w"), "no weight of this model is named", "its checkpoint's name only",
                 *change)
         refused(param(shell, folder, "model.norm.weight", "--from", "engine"), *change, code=3)
 
@@ -381,6 +381,16 @@ def test_numbers_of_no_known_type_are_refused(shell, tmp_path):
     folder = made.model(tmp_path / "m", {"x": np.zeros(4, np.uint8)}, {"x": "F4"}, architectures=["Unheard"])
     refused(param(shell, folder, "x"), "does not read numbers of this type: F4")
     assert [e["dtype"] for e in body(param(shell, folder, "--list"))["params"]] == ["F4"]
+
+
+def test_names_that_hold_what_a_pattern_or_a_selector_is_made_of(shell, tmp_path):
+    names = ["x[0]", "s*r", "a b.c", "{0,1}.w", "\x1b[31mred"]
+    arrays = {name: np.full(3, n, np.float32) for n, name in enumerate(names)}
+    folder = made.model(tmp_path / "m", arrays, architectures=["Unheard"])
+    done = param(shell, folder, *names, "-o", "x.safetensors")
+    assert [entry["mean"] for entry in body(done)["params"]] == [0, 1, 2, 3, 4]
+    assert load_file(shell.folder / "x.safetensors").keys() == arrays.keys()
+    assert "\x1b" not in param(shell, folder, *names, "--table").stdout
 
 
 def test_tensors_without_numbers_and_without_axes(shell, tmp_path):

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 def read(asked: Typed, target: Path | None, as_json: bool, reader: Reader) -> Reply | None:
     """The reply, from the checkpoint alone; None where a name needs the engine, and it may be asked."""
-    requests = tuple(map(params.parse, asked.names))
     model = models.resolve(asked.model)
     weights = _weights(model, reader, asked.allow_pickle)
+    requests = params.requested(asked.names, weights)
     found = params.resolve(requests, weights)
     if asked.source == "auto" and any(param.view is None for param in found):
         return None
@@ -77,10 +77,8 @@ def _others(asked: Typed, requests: Sequence[ParamRequest], found: Sequence[Para
     if asked.compare is None:
         return []
     weights = _weights(models.resolve(asked.compare), reader, asked.allow_pickle)
-    theirs = {param.name: param for param in params.resolve(requests, weights)}
-    if missing := [param.name for param in found if param.name not in theirs]:
-        raise UsageError(f"{asked.compare} has no {missing[0]}", code="unknown_param")
-    return [params.reading(theirs[param.name], weights, asked.raw) for param in found]
+    theirs = params.of_other(requests, found, weights, asked.compare)
+    return [params.reading(param, weights, asked.raw) for param in theirs]
 
 
 def _body(model: Model, weights: Weights, entries: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -103,7 +101,7 @@ def ask(asked: Typed, target: Path | None, live: bool) -> Reply:
     model = models.resolve(asked.model)
     families.catalog_for(model.config)
     if (weights := params.of_folder(model.folder, model.config)) is not None:
-        params.resolve(map(params.parse, asked.names), weights)
+        params.resolve(params.requested(asked.names, weights), weights)
     query = ParamQuery(
         names=asked.names, live=live, values=asked.values, svd=asked.svd, raw=asked.raw,
         compare=None if asked.compare is None else str(models.resolve(asked.compare).folder),

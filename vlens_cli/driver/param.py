@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vlens_cli import __version__, params
 from vlens_cli.driver import boot
-from vlens_cli.errors import UsageError
 from vlens_cli.query import RUNNING, SCHEMA_VERSION, ParamQuery, Reply, Saved
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 def answer(session: Session, query: ParamQuery, progress: Progress, into: BinaryIO | None) -> Reply:
     """Raises UsageError before any engine starts, where headers tell; StartError, QueryError."""
     weights = params.of_model(session.spec.model)
-    found = params.resolve(map(params.parse, query.names), weights)
+    found = params.resolve(params.requested(query.names, weights), weights)
     if query.values:
         params.check_values(found)
     numbers = _numbers(session, query, weights, found, progress)
@@ -82,7 +81,5 @@ def _others(query: ParamQuery, found: tuple[Param, ...]) -> list[Numbers | None]
     from vlens_cli.reader import answer as reader
 
     weights = params.of_model(query.compare)
-    theirs = {param.name: param for param in params.resolve(map(params.parse, query.names), weights)}
-    if missing := [param.name for param in found if param.name not in theirs]:
-        raise UsageError(f"{query.compare} has no {missing[0]}", code="unknown_param")
-    return [reader.mapped(params.reading(theirs[param.name], weights, query.raw)) for param in found]
+    theirs = params.of_other(params.requested(query.names, weights), found, weights, query.compare)
+    return [reader.mapped(params.reading(param, weights, query.raw)) for param in theirs]
