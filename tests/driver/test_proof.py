@@ -54,14 +54,13 @@ WRONG_ELSEWHERE = {
 
 
 @pytest.fixture(scope="module")
-def reread(tiny):
+def reread(engines, tiny):
     """reread(family, rows): a driver whose worker has located and proved these rows; one engine a family."""
-    from vlens_cli.driver.boot import prepare
-
-    prepare()
     mine = Engines()
 
     def with_rows(family: str, rows: tuple[families.Row, ...]):
+        # Beside an engine of another shape vLLM has no ranks for experts.
+        engines.close()
         driver = mine.open(tiny(family))
         spec = replace(families.load(family), rows=rows)
         worker = driver._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker

@@ -5,8 +5,10 @@ Light until `boot` is called: what a query asks of an engine is checked against 
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -155,8 +157,8 @@ def engine_arguments(spec: EngineSpec, plan: Plan) -> dict[str, Any]:
     }
 
 
-# The engines of this process, by id.
-_running: set[int] = set()
+# The engines of this process: one that was dropped without being closed is none.
+_running: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def prepare() -> None:
@@ -186,8 +188,13 @@ def boot(spec: EngineSpec, plan: Plan) -> Any:
         from vlens_cli.driver import internals
 
         internals.inspect_models_in_process()
+        if _running:
+            gc.collect()
+        if not _running:
+            # What an engine that failed to start has left: the next would go on with its ranks, whatever it needs.
+            internals.forget_ranks()
         llm = LLM(**engine_arguments(spec, plan), worker_cls="vlens_cli.driver.worker.LensWorker")
-        _running.add(id(llm))
+        _running.add(llm)
         return llm
 
 
@@ -239,11 +246,9 @@ def shut_down(llm: Any) -> None:
 
     What vLLM keeps of its ranks belongs to the process and to all of its engines: it goes with the last.
     """
-    import gc
-
     from vlens_cli.driver import internals
 
-    _running.discard(id(llm))
+    _running.discard(llm)
     internals.end_engine(llm, last=not _running)
     del llm
     gc.collect()

@@ -237,8 +237,10 @@ class Proof:
         for name in (f"{b}.hook_attn_scores", f"{b}.hook_pattern"):
             point = self._points.get(name)
             found = None if point is None else self._at(f"{b}.hook_z", f"{b}.hook_v", *point.of)
-            if found is None:
+            if found is None or not self._matters(f"{b}.hook_z", f"{b}.hook_v", *point.of):
                 continue
+            if self._changed is not None and name.endswith("hook_attn_scores") and f"{b}.hook_pattern" in self._points:
+                continue  # The pattern says the same of what was changed.
             z, v, *sources = found
             table, _ = attention.rebuild(point, Want(), [(t.float(), tuple(range(len(t)))) for t in sources])
             table, what = table.to(z.device), "the pattern"
@@ -250,7 +252,7 @@ class Proof:
 
     def _results(self, i: int) -> Iterator[Check]:
         """The heads' parts, summed, are what the whole projection makes of z, less its bias."""
-        point = self._points.get(f"blocks.{i}.attn.hook_result")
+        point = self._points.get(f"blocks.{i}.attn.hook_result") if self._changed is None else None
         found = None if point is None else self._at(f"blocks.{i}.attn.hook_z", *point.of)
         if found is not None:
             z, *sources = found
