@@ -92,6 +92,27 @@ def test_where_the_blocks_cannot_be_replayed_the_answer_is_the_same(engines, tin
     driver._replays = True
 
 
+def test_an_edit_that_a_replay_misses_is_no_answer(engines, tiny, monkeypatch):
+    driver = engines.open(tiny("llama"))
+    requests = variants(driver, ("attn.hook_z",))
+    want = driver.run(requests)
+    through = replay.Replay._through
+
+    def without_hooks(self, *args):
+        """As if a block formed its output without the modules whose input is edited."""
+        monkeypatch.setattr(replay.Taps, "_visit", lambda *_: None)
+        try:
+            return through(self, *args)
+        finally:
+            monkeypatch.undo()
+
+    monkeypatch.setattr(replay.Replay, "_through", without_hooks)
+    with pytest.warns(UserWarning, match="never applied"):
+        assert_same(driver.run_variants(requests), want, 0)
+    assert not driver._replays
+    driver._replays = True
+
+
 def test_variants_are_broken_off_between_groups(engines, tiny, monkeypatch):
     driver = engines.open(tiny("llama"))
     monkeypatch.setattr(vllm_driver, "REPLAY_ROWS", len(PROMPT))

@@ -178,6 +178,13 @@ def test_after_an_edited_run_the_same_prompt_is_bitwise_unchanged(engines, tiny)
     assert driver._call("vlens_state") == {"requests": 0, "hooks": 0}
 
 
+def test_rows_go_to_their_positions_in_whatever_order_these_are_given(engines, tiny):
+    driver = engines.open(tiny("llama"))
+    order, value = (2, 4, 3, 5), torch.arange(4.0)[:, None].expand(4, 128)
+    (got,) = driver.run([plain(driver, edits=(Edit(POST, order, keep=0.0, value=value),))])
+    assert torch.equal(got.captured[POST].value[list(order)], value)
+
+
 def test_a_later_set_wins_and_the_order_counts(engines, tiny):
     driver = engines.open(tiny("llama"))
     one, two = torch.ones(128), torch.arange(128.0)
@@ -194,6 +201,8 @@ def test_a_later_set_wins_and_the_order_counts(engines, tiny):
     (Edit(POST, (1, 2), value=torch.ones(100)), r"\[128\].*\[100\]"),
     (Edit(POST, (1, 2), value=torch.ones(3, 128)), r"\[2, 128\].*\[3, 128\]"),
     (Edit(POST, direction=torch.ones(64), along=1.0), "128 numbers"),
+    (Edit(POST, None, value=torch.ones(1, 128)), r"\[10, 128\].*\[1, 128\]"),
+    (Edit(POST, (3, 3), value=torch.ones(2, 128)), "twice at one position"),
     (Edit("blocks.0.ln1.hook_scale", keep=0.0), "cannot be edited"),
 ])  # fmt: skip
 def test_what_cannot_be_applied_as_meant_is_refused_before_the_forward(engines, tiny, edit, said):

@@ -68,6 +68,8 @@ class Replay:
             self._taps.open(str(n), str(n), {}, one.edits)
         try:
             last = self._through(stream.to(self._device), variants)
+            if missed := self._taps.unfired():
+                raise LookupError(f"an edit of {missed[0]} was never applied")
             return self._unembedding.logits(self._unembedding.norm(last))
         finally:
             self._taps.drop_all()

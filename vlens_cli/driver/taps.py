@@ -230,6 +230,11 @@ class Taps:
             if record.fault is not None:
                 raise record.fault
 
+    def unfired(self) -> list[str]:
+        """The points of edits that no hook has applied."""
+        return [name for record in self._records.values() for name, edits in record.edits.items()
+                for n, _ in edits if not record.fired[n]]
+
     def held(self) -> dict[str, int]:
         return {"requests": len(self._records), "hooks": len(self._handles)}
 

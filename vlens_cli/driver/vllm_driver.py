@@ -394,7 +394,7 @@ class VLLMDriver:
         row = [len(edit.dims) if edit.dims is not None else sizes[-1]]
         row = [len(edit.heads) if edit.heads is not None else sizes[0], *row] if len(sizes) > 1 else row
         for part in (edit.keep, edit.value):
-            _check_part(edit, part, row)
+            _check_part(edit, part, row, fed)
         if edit.direction is not None and list(edit.direction.shape) != row[-1:]:
             raise UsageError(f"{edit.name} takes a direction of {row[-1]} numbers; this one has {list(edit.direction.shape)}",
                              code="wrong_width")
@@ -454,16 +454,19 @@ def _check_indices(edit: Edit, indices: tuple[int, ...] | None, size: int, what:
     if indices is not None and not (indices and all(0 <= i < size for i in indices)):
         raise HookError(f"{edit.name} has {what}s 0 to {size - 1}; asked were {list(indices)}",
                         code=f"{what.replace('position', 'pos')}_out_of_range")
+    if indices is not None and len(set(indices)) < len(indices):
+        raise HookError(f"{edit.name} is edited twice at one {what}: {list(indices)}", code="index_twice",
+                        hint="give two edits, which are applied in order")
 
 
-def _check_part(edit: Edit, part: Any, row: list[int]) -> None:
-    """A factor or a value must be a number, one row of the selection, or a row for each of its positions."""
+def _check_part(edit: Edit, part: Any, row: list[int], fed: int) -> None:
+    """A factor or a value must be a number, one row of the selection, or a row for each of its positions (of all `fed`
+    tokens where it has none): one row too few would be spread over the others without a word."""
     if not isinstance(part, torch.Tensor):
         return
-    shape, rows = list(part.shape), None if edit.positions is None else [len(edit.positions), *row]
-    if shape not in (row, row[-1:], rows) and not (len(shape) == len(row) + 1 and shape[1:] == row and edit.positions is None):
-        raise UsageError(f"an edit of {edit.name} takes {row}{f' or {rows}' if rows else ''} numbers; this value has {shape}",
-                         code="wrong_width")
+    shape, rows = list(part.shape), [fed if edit.positions is None else len(edit.positions), *row]
+    if shape not in (row, row[-1:], rows):
+        raise UsageError(f"an edit of {edit.name} takes {row} or {rows} numbers; this value has {shape}", code="wrong_width")
 
 
 def _cut_dims(rows: torch.Tensor, dims: tuple[int, ...] | None) -> torch.Tensor:

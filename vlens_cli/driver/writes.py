@@ -26,9 +26,9 @@ def on_device(edit: Edit, device: torch.device) -> Edit:
 
 
 def places(of: Sequence[int]) -> slice | list[int]:
-    """Ascending places as a slice where they follow each other: reading and writing one costs far less."""
-    first, last = of[0], of[-1]
-    return slice(first, last + 1) if last - first + 1 == len(of) else list(of)
+    """Places as a slice where each follows the one before: reading and writing one costs far less."""
+    run = range(of[0], of[0] + len(of))
+    return slice(run.start, run.stop) if list(of) == list(run) else list(of)
 
 
 def selection(edit: Edit, rows: slice | list[int], t: torch.Tensor) -> Index:
