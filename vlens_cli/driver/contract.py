@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from vlens_cli import hooks
 from vlens_cli.driver.base import Edit
 from vlens_cli.errors import HookError, PromptError, StartError, UsageError
 from vlens_cli.families import Catalog

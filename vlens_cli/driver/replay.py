@@ -117,7 +117,7 @@ class Replay:
                 front = base.start + torch.arange(first, device=q.device).expand(len(rows), -1)
                 seen = torch.cat([front, rows], dim=1)
                 out[rows] = attend(q[rows], k[seen], v[seen], scoring, first)
-        return out.reshape(query.shape[0], -1).view(*query.shape[:-1], -1) if query.ndim == 2 else out
+        return out.flatten(1) if query.ndim == 2 else out
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: internals.Scoring, first: int) -> torch.Tensor:

@@ -256,11 +256,6 @@ class Catalog:
             of.setdefault(target, []).append(alias)
         return of
 
-    @cached_property
-    def every_alias(self) -> tuple[str, ...]:
-        """All concrete aliases, for near matches and completion."""
-        return tuple(alias for name in self.names for alias in self.aliases(name))
-
 
 def catalog_for(config: dict[str, Any]) -> Catalog:
     """The catalog of the model that a parsed config.json describes.
