@@ -6,6 +6,8 @@
 
 PYTHON ?= python3
 EXTRA ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
+# A folder on the path: the hook that setuptools installs otherwise costs each start of Python a few imports.
+EDITABLE := --config-settings editable_mode=compat -e
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 BIN := .venv/bin
@@ -36,11 +38,11 @@ clean:
 # $(BEGUN) outlives this only if it is killed: the next run then starts from nothing.
 define install
 	@touch $(BEGUN)
-	@trap "exit 130" INT TERM; ok=1; $(BIN)/python -m pip install -e '.[$(1)]' || { \
+	@trap "exit 130" INT TERM; ok=1; $(BIN)/python -m pip install $(EDITABLE) '.[$(1)]' || { \
 	  ok=0; \
 	  if [ $(EXTRA) = cpu ] && $(call answers,$(TORCH_CPU_INDEX)); then \
 	    echo "once more, with PyTorch's index of CPU builds"; \
-	    $(BIN)/python -m pip install --extra-index-url $(TORCH_CPU_INDEX) -e '.[$(1)]' && ok=1; \
+	    $(BIN)/python -m pip install --extra-index-url $(TORCH_CPU_INDEX) $(EDITABLE) '.[$(1)]' && ok=1; \
 	  fi; }; \
 	rm -f $(BEGUN); [ $$ok = 1 ]
 	@# A warm command is mostly imports, and -e compiles nothing.

@@ -1,6 +1,21 @@
-"""`python -m vlens_cli` is `vlens`."""
+"""The entry point: `vlens`, and `python -m vlens_cli`."""
 
-from vlens_cli.cli.main import main
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line of this process and exit with its code."""
+    if sys.argv[1:2] == ["param"]:
+        # Its numpy takes longer to import than everything else that the command does.
+        from vlens_cli.reader import launch
+
+        launch.begin(sys.argv[2:])
+    from vlens_cli.cli.main import main as run
+
+    run()
+
 
 if __name__ == "__main__":
     main()

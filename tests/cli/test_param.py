@@ -13,6 +13,7 @@ from pathlib import Path
 import made
 import numpy as np
 import pytest
+import vlens_cli
 from safetensors.numpy import load_file
 
 HEAVY = ("torch", "numpy", "vllm", "safetensors", "transformers")
@@ -48,6 +49,27 @@ def refused(done, *parts: str, code: int = 2) -> str:
 def heads(rows: np.ndarray, count: int) -> np.ndarray:
     """[head, d_model, d_head] of the rows of a projection."""
     return rows.reshape(count, 3, 8).transpose(0, 2, 1)
+
+
+def test_where_the_package_is_not_on_the_path(shell, folder, tmp_path):
+    """An editable install that a hook of `site` finds: the reader is told the folder."""
+    hook = tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(
+        "import importlib.util, os, sys\n"
+        "folder = os.environ['VLENS_AT']\n"
+        "spec = importlib.util.spec_from_file_location('vlens_cli', folder + '/__init__.py',"
+        " submodule_search_locations=[folder])\n"
+        "sys.modules['vlens_cli'] = module = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n")
+    package = Path(vlens_cli.__file__).parent
+    code = "import sys; sys.path.remove(sys.argv.pop()) if sys.argv[-1] in sys.path else sys.argv.pop(); " \
+           "from vlens_cli.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "param", "-m", str(folder), "model.norm.weight", "--json", str(package.parent)],
+        env=os.environ | {"PYTHONPATH": str(hook), "VLENS_AT": str(package), "VLENS_RUNTIME": str(tmp_path / "run")},
+        cwd=tmp_path, capture_output=True, text=True)
+    assert one(done)["shape"] == [8]
 
 
 # What a weight is

@@ -110,10 +110,10 @@ def _check(asked: Typed) -> None:
 
 def _read(asked: Typed, target: Path | None, as_json: bool) -> Reply | None:
     """The reply from the checkpoint; None where the engine is needed."""
-    from vlens_cli.reader.launch import Reader
+    from vlens_cli.reader import launch
 
     # First of all: it imports while this process imports, and finds out what to ask.
-    with Reader(threads=asked.svd is not None) as reader:
+    with launch.reader(threads=asked.svd is not None) as reader:
         from vlens_cli.cli import weights
 
         return weights.read(asked, target, as_json, reader)

@@ -63,9 +63,9 @@ def _weights(model: Model, reader: Reader | None, allow_pickle: bool) -> Weights
                          hint="save them again: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW), or "
                          "--allow-pickle reads them without running anything but torch's own", code="pickled")
     if reader is None:
-        from vlens_cli.reader.launch import Reader
+        from vlens_cli.reader import launch
 
-        with Reader() as reader:
+        with launch.reader() as reader:
             return _weights(model, reader, allow_pickle)
     answer = reader.ask({"pickled": str(model.folder)})
     return params.of_pickled(answer["tensors"], model.config)

@@ -18,7 +18,8 @@ RAW = {
     "F64": "f8", "F32": "f4", "F16": "f2", "BF16": "u2", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1",
     "BOOL": "u1", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1", "U64": "u8", "U32": "u4", "U16": "u2", "U8": "u1",
 }
-PIECE = 2**16
+# The arrays of one fit into a core's cache, and are not given back to the system at each step.
+PIECE = 2**14
 WINDOW = 2**21
 BINS = 32
 
@@ -183,15 +184,21 @@ def _second_pass(numbers: Numbers, mean: float, low: float, high: float) -> tupl
 
 
 def _histogram(x: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """np.histogram of finite values, in a third of its time."""
-    scale = (len(edges) - 1) / (edges[-1] - edges[0]) if edges[0] < edges[-1] else math.inf
-    if not (math.isfinite(scale) and np.all(edges[:-1] < edges[1:])):
-        return np.histogram(x, edges)[0]
+    """np.histogram of finite values, in a quarter of its time."""
     last = len(edges) - 2
-    bins = np.minimum(((x - edges[0]) * scale).astype(np.uint8), last)
-    # Rounding may have put a value beside its bin; the largest belongs to the last.
-    bins -= x < edges[bins]
-    bins += (x >= edges[bins + 1]) & (bins < last)
+    scale = (last + 1) / (edges[-1] - edges[0]) if edges[0] < edges[-1] else math.inf
+    # How far, in bins, rounding may have moved a value or an edge.
+    slack = 16 * np.finfo(np.float64).eps * (last + 2 + max(abs(edges[0]), abs(edges[-1])) * scale)
+    if not slack < 0.25:
+        return np.histogram(x, edges)[0]
+    places = (x - edges[0]) * scale
+    bins = places.astype(np.uint8)
+    # Those beside an edge are compared with it, all others are where they seem to be. Squares, because numpy's absolute
+    # value of mixed signs takes longer than all the rest.
+    places -= np.rint(places)
+    places *= places
+    unsure = np.flatnonzero(places < slack * slack)
+    bins[unsure] = np.clip(np.searchsorted(edges, x[unsure], side="right") - 1, 0, last)
     return np.bincount(bins, minlength=last + 1)
 
 

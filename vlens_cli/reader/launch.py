@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
-import json
 import os
+import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING
 
-from vlens_cli.daemon import wire
-from vlens_cli.errors import (
-    EXIT_BUG, EXIT_FAILED, EXIT_START, BugError, QueryError, StartError, UsageError, VlensError,
-)
+# What else is needed is imported when the reader imports too.
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any, BinaryIO
 
+    from vlens_cli.errors import VlensError
 
 _MAIN = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
+import sys
+sys.path[:] = sys.argv[2].split(chr(10))
 from vlens_cli.reader.serve import main
-main(int(sys.argv[2]))
+main(int(sys.argv[1]))
 """
+# The reader that `begin` started, until it is taken.
+_begun: Reader | None = None
+# With these another reader is wanted, or none.
+_OTHERS = ("--svd", "--list", "--from", "--dtype", "--help", "-h")
+
+
+def begin(args: Sequence[str]) -> None:
+    """Start a reader for a command line of `vlens param` that is not parsed yet."""
+    global _begun
+    if None in (sys.stdin, sys.stdout, sys.stderr):
+        # The socket would take the place of one of them.
+        return
+    if args and not any(arg.startswith(_OTHERS) for arg in args):
+        _begun = Reader()
+
+
+def reader(threads: bool = False) -> Reader:
+    """The reader that was begun, or a new one."""
+    global _begun
+    taken, _begun = _begun, None
+    if taken is not None and threads:
+        taken.close()
+        taken = None
+    return taken or Reader(threads)
 
 
 class Reader:
@@ -33,23 +56,33 @@ class Reader:
     def __init__(self, threads: bool = False) -> None:
         self._sock, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
+            theirs.set_inheritable(True)
+            self._pid = os.posix_spawn(
                 # -S: it is told where the packages are; finding out by itself takes as long as a tenth of the answer.
                 # -P: a file of the user's folder must not stand in for one of Python's modules.
-                [sys.executable, "-S", "-P", "-c", _MAIN, json.dumps(sys.path), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                env=os.environ | ({} if threads else {"OPENBLAS_NUM_THREADS": "1"}),
+                sys.executable, [sys.executable, "-S", "-P", "-c", _MAIN, str(theirs.fileno()), "\n".join(_path())],
+                os.environ | ({} if threads else {"OPENBLAS_NUM_THREADS": "1"}),
+                file_actions=[(os.POSIX_SPAWN_OPEN, n, os.devnull, os.O_RDWR, 0) for n in (0, 1)],
                 # Ctrl-C is for this process, which then ends the reader.
-                process_group=0,
+                setpgroup=0,
             )
 
     def __enter__(self) -> Reader:
         return self
 
     def __exit__(self, *fault: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it; a second call does nothing."""
         self._sock.close()
-        self._process.kill()
-        self._process.wait()
+        if self._pid is not None:
+            os.kill(self._pid, signal.SIGKILL)
+            self._wait()
+
+    def _wait(self) -> int:
+        pid, self._pid = self._pid, None
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     def ask(self, frame: dict[str, Any], into: BinaryIO | None = None, meanwhile: Callable[[], None] = lambda: None
             ) -> dict[str, Any]:
@@ -57,18 +90,32 @@ class Reader:
 
         Raises the errors of `reader.answer`, and QueryError where it died.
         """
+        from vlens_cli.daemon import wire
+        from vlens_cli.errors import QueryError
+
         try:
             wire.send(self._sock, frame, into.fileno() if into is not None else None)
             meanwhile()
             answer = wire.receive(self._sock)
         except wire.WireError as fault:
-            raise QueryError(f"the process that reads weights ended with status {self._process.wait()}",
+            raise QueryError(f"the process that reads weights ended with status {self._wait()}",
                              code="reader_died") from fault
         if error := answer.get("error"):
             raise _error(error)
         return answer
 
 
+def _path() -> list[str]:
+    """Where this process finds modules, and the folder that holds this package: an editable install is found by a hook
+    of `site`, and not by the path."""
+    import vlens_cli
+
+    own = os.path.dirname(os.path.dirname(vlens_cli.__file__))
+    return sys.path if own in sys.path else [*sys.path, own]
+
+
 def _error(fields: dict[str, Any]) -> VlensError:
+    from vlens_cli.errors import EXIT_BUG, EXIT_FAILED, EXIT_START, BugError, QueryError, StartError, UsageError
+
     kinds = {EXIT_FAILED: QueryError, EXIT_START: StartError, EXIT_BUG: BugError}
     return kinds.get(fields["exit"], UsageError)(fields["message"], hint=fields["hint"], code=fields["code"])
