@@ -37,12 +37,11 @@ def hook_body(captured: Captured, want: Want, axes: tuple[str, ...], derived: bo
     value = captured.value
     body: dict[str, Any] = {
         "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch."), "axes": list(axes),
-        "derived": derived, "positions": list(captured.positions),
+        "derived": derived,
     }
-    if want.heads is not None:
-        body["heads"] = list(want.heads)
-    if want.dims is not None:
-        body["dims"] = list(want.dims)
+    for axis, chosen in (("positions", want.positions), ("heads", want.heads), ("dims", want.dims)):
+        if chosen is not None:
+            body[axis] = list(chosen)
     if rows and axes[-1] == "key":
         body["rows"] = _table_rows(captured, want, values, pattern)
     elif rows:
