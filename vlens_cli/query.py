@@ -11,6 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 SCHEMA_VERSION = 1
+# What --compile builds in where nothing else is named: of these, those that a family has.
+COMPILE_HOOKS = ("hook_embed", "blocks.*.hook_resid_post", "blocks.*.hook_attn_out", "blocks.*.hook_mlp_out",
+                 "ln_final.hook_out")
 METRICS = ("logit_diff", "prob", "recovery")
 SWEEP_AXES = ("layer", "pos", "head")
 # The progress line after which a query fails, and no longer the start of its engine.
@@ -24,6 +27,8 @@ class EngineSpec:
     `model` is the resolved folder (absolute, no symbolic links), `name` what the user calls it.
     `dtype` None means the checkpoint's own. `max_len` None means the model's own, as far as the KV bytes hold it.
     `chunk` is the most tokens one forward takes, None for the default.
+    `compile_hooks` are the patterns of the hook points that are built into compiled graphs, None for an eager engine;
+    `compile_buffer` is the device memory, in MiB, that their captured rows and their edits get, None for the default.
     """
 
     model: str
@@ -32,13 +37,16 @@ class EngineSpec:
     dtype: str | None = None
     max_len: int | None = None
     chunk: int | None = None
+    compile_hooks: tuple[str, ...] | None = None
+    compile_buffer: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> EngineSpec:
-        return cls(**fields)
+        built = fields.get("compile_hooks")
+        return cls(**{**fields, "compile_hooks": None if built is None else _texts(built)})
 
 
 @dataclass(frozen=True)

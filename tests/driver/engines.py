@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vlens_cli.driver import boot
 from vlens_cli.driver.base import Request, Want
+from vlens_cli.driver.graph.driver import driver_for
 from vlens_cli.driver.vllm_driver import VLLMDriver
 from vlens_cli.families import catalog_for
 from vlens_cli.query import EngineSpec
@@ -26,7 +27,7 @@ class Engines:
             self.close()
             config = json.loads((Path(folder) / "config.json").read_text())
             catalog = catalog_for(config)
-            self._driver = VLLMDriver(spec, boot.plan(spec, config, catalog), catalog)
+            self._driver = driver_for(spec, boot.plan(spec, config, catalog), catalog)
             self._spec = spec
         return self._driver
 

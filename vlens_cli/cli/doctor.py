@@ -286,7 +286,7 @@ def _compared(typed: dict[str, Any]) -> dict[str, Any]:
     from vlens_cli import models
 
     model = models.resolve(typed["model"])
-    spec = options.spec(model, typed["dtype"], typed["max_len"], typed["chunk"])
+    spec = options.spec(model, typed)
     how = options.asking(typed["keep_alive"], typed["timeout"], no_daemon=False)
     with tempfile.TemporaryDirectory(prefix="vlens-") as folder:
         file = Path(folder) / "capture.safetensors"

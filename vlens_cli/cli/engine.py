@@ -42,7 +42,7 @@ def start(as_json: bool, as_table: bool, **typed: Any) -> None:
 
     from vlens_cli import models
 
-    spec = options.spec(models.resolve(typed["model"]), typed["dtype"], typed["max_len"], typed["chunk"])
+    spec = options.spec(models.resolve(typed["model"]), typed)
     how = options.asking(typed["keep_alive"], typed["timeout"], no_daemon=False)
     with output.progress() as show:
         reply = client.ask(spec, StartQuery(), show, None, how)

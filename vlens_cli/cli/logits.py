@@ -84,6 +84,9 @@ class Typed(NamedTuple):
     dtype: str
     max_len: int | None
     chunk: int | None
+    compiled: bool
+    compile_hooks: tuple[str, ...]
+    compile_buffer: int | None
     one_chunk: bool
     keep_alive: str | None
     timeout: float | None
@@ -128,7 +131,7 @@ def command(**typed: Any) -> None:
     target = asking.file_of(asked.output, asked.save_dtype)
     how = options.asking(asked.keep_alive, asked.timeout, asked.no_daemon)
     model = models.resolve(asked.model)
-    spec = options.spec(model, asked.dtype, asked.max_len, asked.chunk)
+    spec = options.spec(model, asked._asdict())
     reply = asking.ask(spec, query, target, how, partial(_check_model, query, model.config))
     asking.show(reply, target, as_json, table)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from vlens_cli.errors import UsageError
-from vlens_cli.query import EngineSpec, Interventions
+from vlens_cli.query import COMPILE_HOOKS, EngineSpec, Interventions
 
 if TYPE_CHECKING:
     from vlens_cli.daemon.client import Asking
@@ -122,10 +122,21 @@ def check_interventions(asked: Interventions, catalog: Any) -> None:
         edits.check(asked, catalog)
 
 
-def spec(model: Model, dtype: str, max_len: int | None, chunk: int | None) -> EngineSpec:
-    """The engine that the options of `model` and `engine` name."""
+def spec(model: Model, typed: Mapping[str, Any]) -> EngineSpec:
+    """The engine that the options of `model` and `engine_spec` name; `typed` has them by name. Raises UsageError."""
     return EngineSpec(model=str(model.folder), name=model.name, revision=model.revision,
-                      dtype=None if dtype == "auto" else dtype, max_len=max_len, chunk=chunk)
+                      dtype=None if typed["dtype"] == "auto" else typed["dtype"], max_len=typed["max_len"],
+                      chunk=typed["chunk"], **_compiled(typed))
+
+
+def _compiled(typed: Mapping[str, Any]) -> dict[str, Any]:
+    patterns = typed["compile_hooks"]
+    if not (typed["compiled"] or patterns):
+        if typed["compile_buffer"] is not None:
+            raise UsageError("--compile-buffer is for compiled engines", hint="add --compile, or leave it out")
+        return {}
+    asked = [part for pattern in patterns for part in pattern.split()]
+    return {"compile_hooks": tuple(asked) or COMPILE_HOOKS, "compile_buffer": typed["compile_buffer"]}
 
 
 def asking(keep_alive: str | None, timeout: float | None, no_daemon: bool) -> Asking:
@@ -146,6 +157,12 @@ engine_spec = together(
     click.option("--max-len", type=click.IntRange(min=1), metavar="N", help="Longest prompt in tokens. Default: the "
                  "model's own."),
     click.option("--chunk", type=click.IntRange(min=1), metavar="N", help="Most tokens that one forward takes."),
+    click.option("--compile", "compiled", is_flag=True, help="Keep compilation and CUDA graphs on, with hook points built "
+                 "in: fast generation, fewer points, a slower start."),
+    click.option("--compile-hooks", multiple=True, metavar="PATTERNS", help="Which points --compile builds in, repeatable. "
+                 "Default: hook_embed, resid_post, attn_out and mlp_out of every block, ln_final.hook_out."),
+    click.option("--compile-buffer", type=click.IntRange(min=1), metavar="MIB", help="Device memory for what --compile "
+                 "captures in one step and for edits. Default: 256."),
 )  # fmt: skip
 
 residency = together(

@@ -33,6 +33,9 @@ class Typed(NamedTuple):
     dtype: str
     max_len: int | None
     chunk: int | None
+    compiled: bool
+    compile_hooks: tuple[str, ...]
+    compile_buffer: int | None
     keep_alive: str | None
     timeout: float | None
     no_daemon: bool

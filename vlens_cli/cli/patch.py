@@ -44,6 +44,9 @@ class Typed(NamedTuple):
     dtype: str
     max_len: int | None
     chunk: int | None
+    compiled: bool
+    compile_hooks: tuple[str, ...]
+    compile_buffer: int | None
     one_chunk: bool
     keep_alive: str | None
     timeout: float | None
@@ -89,7 +92,7 @@ def command(**typed: Any) -> None:
                 for kind, name in (("svg", asked.svg), ("html", asked.html)) if name is not None}
     how = options.asking(asked.keep_alive, asked.timeout, asked.no_daemon)
     model = models.resolve(asked.model)
-    spec = options.spec(model, asked.dtype, asked.max_len, asked.chunk)
+    spec = options.spec(model, asked._asdict())
     reply = asking.ask(spec, query, target, how, partial(_check, query, model.config))
     if pictures:
         from vlens_cli.cli import picture

@@ -107,7 +107,7 @@ def ask(asked: Typed, target: Path | None, live: bool) -> Reply:
         compare=None if asked.compare is None else str(models.resolve(asked.compare).folder),
     )
     how = options.asking(asked.keep_alive, asked.timeout, asked.no_daemon)
-    return asking.ask(options.spec(model, asked.dtype, asked.max_len, asked.chunk), query, target, how)
+    return asking.ask(options.spec(model, asked._asdict()), query, target, how)
 
 
 # A list

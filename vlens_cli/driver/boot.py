@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from vlens_cli import __version__
+from vlens_cli.driver.graph import limits
 from vlens_cli.driver.hide import hide_broken_packages
 from vlens_cli.errors import INSTALL_HINT, LOG_HINT, PromptError, StartError, UsageError, VlensError
 from vlens_cli.families import Catalog
@@ -42,6 +44,8 @@ class Plan:
     dtype      the engine's, by its torch name    max_len   tokens that may be fed: a prompt and all but the last new one
     chunk      tokens of one forward at most      kv_bytes  memory for keys and values
     shortest_prompt  where an engine for long prompts gives short ones other values than the model's, else 1
+    built      hook points in the compiled graph; None: the engine is eager
+    buffer     bytes of device memory for what compiled mode captures in a step and edits
     notes      lines for the user, such as a length that was reduced
     """
 
@@ -51,6 +55,8 @@ class Plan:
     kv_bytes: int
     notes: tuple[str, ...] = ()
     shortest_prompt: int = 1
+    built: tuple[str, ...] | None = None
+    buffer: int = 0
 
 
 def plan(spec: EngineSpec, config: dict[str, Any], catalog: Catalog) -> Plan:
@@ -73,7 +79,9 @@ def plan(spec: EngineSpec, config: dict[str, Any], catalog: Catalog) -> Plan:
     tokens = max(max_len, min(held, KV_TOKENS)) + KV_SLACK_TOKENS
     # transformers changes over at short + 2; of short + 1 tokens no engine of vLLM's gives the model's own values.
     shortest = short + 2 if short and max_len > short else 1
-    return Plan(dtype, max_len, spec.chunk or DEFAULT_CHUNK, tokens * token_bytes, notes, shortest)
+    built = None if spec.compile_hooks is None else limits.built(spec.compile_hooks, catalog)
+    buffer = 0 if built is None else (spec.compile_buffer or limits.DEFAULT_BUFFER) << 20
+    return Plan(dtype, max_len, spec.chunk or DEFAULT_CHUNK, tokens * token_bytes, notes, shortest, built, buffer)
 
 
 def check_rotation(config: dict[str, Any]) -> int | None:
@@ -143,12 +151,14 @@ def engine_arguments(spec: EngineSpec, plan: Plan) -> dict[str, Any]:
         "kv_cache_memory_bytes": plan.kv_bytes,
         # A cached prefix is not computed: its rows would be missing, and a patched run's keys would be reused.
         "enable_prefix_caching": False,
-        # Hooks registered after boot do not fire inside compiled graphs.
-        "enforce_eager": True,
+        # Hooks registered after boot do not fire inside compiled graphs; the worker builds those of `built` in.
+        "enforce_eager": plan.built is None,
         # vlens tokenizes once, itself; and a folder without a tokenizer must answer token ids.
         "skip_tokenizer_init": True,
-        # The worker must have finished a step before its captures are taken.
-        "async_scheduling": False,
+        # Eager hooks must have finished a step before its captures are taken. In graphs all is in the stream's order.
+        "async_scheduling": None if plan.built is not None else False,
+        # Part of the key of vLLM's compile cache (0.26 to 0.32): a graph with other points, or none, is never served.
+        "additional_config": additional(plan),
         "distributed_executor_backend": "uni",
         "disable_log_stats": True,
         # Where the unembedding cannot be used, the sampler's whole distribution is the answer.
@@ -157,18 +167,33 @@ def engine_arguments(spec: EngineSpec, plan: Plan) -> dict[str, Any]:
     }
 
 
+def additional(plan: Plan) -> dict[str, Any]:
+    """What vLLM hands to every worker for us."""
+    if plan.built is None:
+        return {}
+    return {"vlens": {"version": __version__, "built": list(plan.built), "buffer": plan.buffer}}
+
+
 # The engines of this process: one that was dropped without being closed is none.
 _running: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def prepare() -> None:
-    """What must be so before vLLM is imported in this process."""
+# What the user's environment says: this process sets it, for one kind of engine or the other.
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+_asked_runner = os.environ.get(_RUNNER)
+
+
+def prepare(compiled: bool = False) -> None:
+    """What must be so before vLLM is imported in this process, and before it builds an engine."""
     # The engine core in this process: captures are taken from it without serializing them.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # One token more than the model's own length is asked (see max_model_len); `plan` refuses lengths that are too long.
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
-    # The V2 runner keeps no row table that taps can read.
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    # Compiled, vLLM's own choice counts: its V2 runner is the fast one on GPUs.
+    runner = _asked_runner or (None if compiled else "0")
+    os.environ.pop(_RUNNER, None)
+    if runner is not None:
+        os.environ[_RUNNER] = runner
     # fp32 is fp32: Triton's attention kernel multiplies in TF32 otherwise, 1e-3 off (0.26, H200; with this 1e-6).
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -181,7 +206,9 @@ def boot(spec: EngineSpec, plan: Plan) -> Any:
 
     Raises StartError: vLLM missing or broken, the model refused, memory short.
     """
-    prepare()
+    prepare(plan.built is not None)
+    if plan.built is not None:
+        _settle_compiler()
     with translated(), _scratch():
         from vllm import LLM
 
@@ -196,6 +223,14 @@ def boot(spec: EngineSpec, plan: Plan) -> Any:
         llm = LLM(**engine_arguments(spec, plan), worker_cls="vlens_cli.driver.worker.LensWorker")
         _running.add(llm)
         return llm
+
+
+def _settle_compiler() -> None:
+    """Let torch choose its folders for compiled code before `_scratch`: what it compiles later leans on what is there."""
+    with translated():
+        from vlens_cli.driver import internals
+
+        internals.settle_compiler()
 
 
 @contextmanager

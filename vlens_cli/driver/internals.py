@@ -7,6 +7,7 @@ Everything else in this project uses vLLM's documented surface (`LLM`, `Sampling
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,65 @@ def step_segments(runner: Any) -> list[Segment]:
     offsets = runner.query_start_loc.np[: len(requests) + 1].tolist()
     firsts = batch.num_computed_tokens_cpu[: len(requests)].tolist()
     return [Segment(r, offsets[n], offsets[n + 1], firsts[n]) for n, r in enumerate(requests)]
+
+
+def on_layout(runner: Any, planned: Callable[[list[Segment]], None]) -> None:
+    """Call `planned` with the rows of every step, once they are laid out and before its forward.
+
+    V1 runner, vLLM 0.26 and 0.32: `_prepare_inputs` ends with what `step_segments` reads. V2 runner: `prepare_inputs`
+    returns the batch, in an order of its own (by scheduled tokens).
+    """
+    if is_v2(runner):
+        prepare = runner.prepare_inputs
+
+        def laid_out(*args: Any, **kwargs: Any) -> Any:
+            batch = prepare(*args, **kwargs)
+            offsets = batch.query_start_loc_np[: batch.num_reqs + 1].tolist()
+            firsts = batch.num_computed_tokens_np[: batch.num_reqs].tolist()
+            planned([Segment(r, offsets[n], offsets[n + 1], firsts[n]) for n, r in enumerate(batch.req_ids)])
+            return batch
+
+        runner.prepare_inputs = laid_out
+        return
+    prepare = runner._prepare_inputs
+
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        out = prepare(*args, **kwargs)
+        planned(step_segments(runner))
+        return out
+
+    runner._prepare_inputs = prepared
+
+
+def is_v2(runner: Any) -> bool:
+    """Whether this is vLLM's V2 model runner (0.26 to 0.32), which keeps its tables elsewhere, and forms logits in
+    `sample_tokens`."""
+    return hasattr(runner, "prepare_inputs")
+
+
+def settle_compiler() -> None:
+    """Have torch (2.11 to 2.13) fix where it keeps compiled code and its precompiled headers, by the temporary folder
+    that is in force now."""
+    from torch._inductor import codecache
+
+    codecache.cache_dir()
+
+
+@contextlib.contextmanager
+def uncompiled(model: torch.nn.Module) -> Iterator[None]:
+    """Within, the model's modules run one by one though the engine has compiled them (0.26 to 0.32: `do_not_compile` of
+    every module that `support_torch_compile` has wrapped)."""
+    wrapped = [module for module in model.modules() if hasattr(module, "do_not_compile")]
+    before = [module.do_not_compile for module in wrapped]
+    for module in wrapped:
+        module.do_not_compile = True
+    try:
+        # Some of vLLM's layers compile themselves where nothing else does.
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module, was in zip(wrapped, before, strict=True):
+            module.do_not_compile = was
 
 
 def request_extra(new_request: Any) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from vlens_cli.families import TOKEN_AXES, Catalog, Row
 class Point:
     """One located hook point: which module's call is read, which tensors, which columns of them.
 
+    `raw_width` is the width of the tensors that a formula is of, where that is known.
+
     `shape` are the sizes of its axes but for those along the prompt; norm and factor are what its formula needs of the
     family and the config; `helper` is its second module. `of` names the points that a rebuilt one is made of: nothing is
     read for itself then, and `module` is the one whose formula rebuilds it.
@@ -37,6 +39,13 @@ class Point:
     batch_axis: bool = False
     parts: int = 1
     of: tuple[str, ...] = ()
+    raw_width: int = 0
+
+    @property
+    def places(self) -> list[tuple[int, str]]:
+        """Where in a call each input is: its place among the arguments, and its name."""
+        return [(key, self._parameters[key] if key < len(self._parameters) else "") if isinstance(key, int)
+                else (self._parameters.index(key), key) for key in self.row.inputs]
 
     @property
     def on_input(self) -> bool:
@@ -136,6 +145,7 @@ class Locator:
             shape=tuple(self.catalog.size(axis) for axis in row.axes if axis not in TOKEN_AXES), norm=spec.norm,
             factor=self.catalog.factor(row), helper=self.module(row.helper, layer) if row.helper else None,
             batch_axis=spec.batch_axis, parts=len(row.split), of=self.catalog.sources(name),
+            raw_width=self.catalog.dims.n_experts if row.derive.startswith("expert") else self.catalog.dims.d_model,
         )
 
     def _columns(self, row: Row, layer: int | None) -> slice | None:

@@ -122,9 +122,9 @@ class Session:
             progress(f"starting the engine for {self.spec.name}")
             with room.room_for(room.needed(Path(self.spec.model), self._config, self.plan)):
                 with boot.translated():
-                    from vlens_cli.driver.vllm_driver import VLLMDriver
+                    from vlens_cli.driver.graph.driver import driver_for
                     self._check_pickled()
-                driver = VLLMDriver(self.spec, self.plan, self.catalog)
+                driver = driver_for(self.spec, self.plan, self.catalog)
             if stamps(self.spec.model) != self._stamps:
                 driver.close()
                 raise StartError("the model's files were changed while the engine read them", code="model_changed",

@@ -34,11 +34,15 @@ class Unembedding:
         self._handle = self._locator.module("logits").register_forward_hook(self._learn, with_kwargs=True)
 
     def _learn(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
+        self.learn(module, args, kwargs)
+        self._seen = output[:, : self._d_vocab].clone()
+
+    def learn(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take from a call of the module that forms the logits what the engine unembeds with."""
         self._head = internals.unembedding(module, args, kwargs)
         numbers = [n for n in (self._head.softcap, self._head.scale) if n is not None]
         if not all(map(math.isfinite, numbers)):
             raise ValueError(f"the engine's softcap and scale of logits are not finite: {numbers}")
-        self._seen = output[:, : self._d_vocab].clone()
 
     def seen(self) -> torch.Tensor:
         """The logits [rows, d_vocab] that the watched forward gave."""

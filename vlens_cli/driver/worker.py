@@ -7,6 +7,7 @@ tensors on the single rank's own process, where nothing is serialized.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from vllm.platforms import current_platform
 from vlens_cli.driver import attention, internals, writes
 from vlens_cli.driver.base import LOGITS, Edit, Want
 from vlens_cli.driver.gather import Sharding
+from vlens_cli.driver.graph import op
+from vlens_cli.driver.graph.proof import GraphProof
+from vlens_cli.driver.graph.taps import GraphTaps
 from vlens_cli.driver.locate import Locator
 from vlens_cli.driver.proof import Proof
 from vlens_cli.driver.replay import Replay, variant
@@ -42,7 +46,19 @@ class LensWorker(EngineWorker):
         self._locator = Locator(model, catalog)
         self._unembedding = Unembedding(model, self._locator)
         points, self._refused = self._locator.points()
-        self._taps = Taps(lambda: internals.step_segments(self.model_runner), points, self._locator.module("logits"), self.device)
+        self._v2 = internals.is_v2(self.model_runner)
+        self._segments: list[internals.Segment] = []
+        asked = self.vllm_config.additional_config.get("vlens")
+        self._graph = asked is not None
+        logits = self._locator.module("logits")
+        if self._graph:
+            self._taps: Taps = GraphTaps(points, asked["built"], logits, self.device, self._most_tokens(), asked["buffer"])
+            internals.on_layout(self.model_runner, self._taps.planned)
+        else:
+            rows = self._laid_out if self._v2 else lambda: internals.step_segments(self.model_runner)
+            self._taps = Taps(rows, points, logits, self.device)
+            if self._v2:
+                internals.on_layout(self.model_runner, self._lay_out)
         self._edits: dict[str, tuple[Edit, ...]] = {}
         self._replay: Replay | None = None
 
@@ -53,9 +69,42 @@ class LensWorker(EngineWorker):
                 wants = {name: Want.from_json(want) for name, want in asked["capture"].items()}
                 self._taps.open(new.req_id, asked["key"], wants, self._edits.pop(asked["key"], ()))
         self._taps.begin_step()
-        out = super().execute_model(scheduler_output, *args, **kwargs)
-        self._taps.end_step(scheduler_output.num_scheduled_tokens)
+        with self._visited():
+            out = super().execute_model(scheduler_output, *args, **kwargs)
+        self._scheduled = scheduler_output.num_scheduled_tokens
+        if not self._v2:
+            self._taps.end_step(self._scheduled)
         return out
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().sample_tokens(*args, **kwargs)
+        if self._v2:
+            # It forms the logits here.
+            self._taps.end_step(self._scheduled)
+        return out
+
+    def determine_available_memory(self) -> int:
+        with self._visited():
+            return super().determine_available_memory()
+
+    def compile_or_warm_up_model(self) -> Any:
+        with self._visited():
+            return super().compile_or_warm_up_model()
+
+    def _visited(self) -> AbstractContextManager[None]:
+        """Within, the op in the engine's graphs works on this worker's tables."""
+        return op.active(self._taps.tables) if self._graph else nullcontext()
+
+    def _most_tokens(self) -> int:
+        """Rows of the longest step, with those that graphs are padded to."""
+        sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or [0]
+        return max(self.vllm_config.scheduler_config.max_num_batched_tokens, *sizes)
+
+    def _lay_out(self, segments: list[internals.Segment]) -> None:
+        self._segments = segments
+
+    def _laid_out(self) -> list[internals.Segment]:
+        return self._segments
 
     def vlens_edit(self, key: str, edits: tuple[Edit, ...]) -> None:
         """What to change in the request `key`, which has not begun."""
@@ -132,11 +181,44 @@ class LensWorker(EngineWorker):
             self._taps.points.pop(name, None)
         return self._refused
 
+    def vlens_graph_samples(self, on: bool) -> None:
+        """Keep, or no longer keep, the logits that the engine samples from, for the proof of a compiled engine."""
+        self._taps.watch_samples(on)
+
+    @torch.inference_mode()
+    def vlens_graph_prove(self, key: str, tokens: Sequence[int], n_prompt: int) -> dict[str, str]:
+        """`vlens_prove` of a compiled engine: `tokens` are all that were fed, the first `n_prompt` of them prefilled."""
+        logits = self._taps.sampled.pop(key)[-1]
+        self._unembedding.learn(*self._taps.sampling)
+        record = self._taps.take(key)
+        if record.fault is not None:
+            raise record.fault
+        self._proof = GraphProof(self.model_runner.get_model(), self._locator, self._taps, self._unembedding, self.vllm_config,
+                                 self.device)
+        values = {name: _joined(record, name)[0] for name in record.wants if self._taps.points[name].row.derive != "unembed"}
+        self._refused |= self._proof.verdict(values, logits[None], tokens, n_prompt)
+        self._unembedding.check(self._proof.final, logits[None])
+        for name in self._refused:
+            self._taps.points.pop(name, None)
+        return self._refused
+
+    def vlens_graph_prove_writes(self, keys: Sequence[str], edits: Sequence[Edit], tokens: Sequence[int]) -> list[str]:
+        """Which points obey: each of the finished requests `keys` of `tokens` has set one."""
+        sampled = []
+        for key in keys:
+            record = self._taps.take(key)
+            sampled.append(self._taps.sampled.pop(key)[-1])
+            if record.fault is not None:
+                raise record.fault
+        pairs = [(edit, row) for edit, row in zip(edits, sampled, strict=True) if edit.name != LOGITS]
+        return self._proof.obeyed([edit for edit, _ in pairs], [row for _, row in pairs], tokens)
+
     def vlens_replay(self, stream: torch.Tensor, edits: list[tuple[Edit, ...]]) -> torch.Tensor:
         """Last position's logits [1 + len(edits), d_vocab] of a prompt plain and under each of `edits`, from its stream
         before the first block. Raises LookupError where its blocks cannot be run one by one, or an edit is outside them."""
         if self._replay is None:
-            self._replay = Replay(self._unembedding, self._locator, self._taps.points, self.vllm_config, self.device)
+            located = self._taps.located if self._graph else self._taps.points
+            self._replay = Replay(self._unembedding, self._locator, located, self.vllm_config, self.device)
         layers = {name: self._catalog.layer(name) for name in self._taps.points}
         return self._replay.run(stream, [variant(each, layers) for each in edits])
 
