@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from vlens_cli.driver import internals
-from vlens_cli.driver.base import Edit, Want
+from vlens_cli.driver.base import LOGITS, Edit, Want
+from vlens_cli.driver.graph.limits import FINAL
 from vlens_cli.driver.graph.taps import GraphTaps
 from vlens_cli.driver.locate import Locator
 from vlens_cli.driver.proof import TOLERANCE, Proof
 from vlens_cli.driver.replay import Replay, attend, variant
 from vlens_cli.driver.taps import Taps
-from vlens_cli.driver.unembed import Unembedding
+from vlens_cli.driver.unembed import UNEMBED_ROWS, Unembedding
 
 REQUEST = "reference"
 # An edit that moves the logits less than this many tolerances proves nothing.
@@ -44,6 +45,8 @@ class GraphProof:
         `logits` are the engine's own after the last."""
         self._tokens = tuple(tokens)
         self._values, _ = self.reference(tokens)
+        if self.final is not None:
+            self._values[LOGITS] = torch.cat([self._unembedding.logits(rows) for rows in self.final.split(UNEMBED_ROWS)])
         proof = Proof(self._locator, self._taps.located, self._values, logits, tokens)
         refused = {name: why for name, why in proof.verdict().items() if name in self._taps.points}
         for name, got in values.items():
@@ -56,7 +59,7 @@ class GraphProof:
     @property
     def final(self) -> torch.Tensor | None:
         """The reference's output of the final norm."""
-        return self._values.get("ln_final.hook_out")
+        return self._values.get(FINAL)
 
     @torch.inference_mode()
     def obeyed(self, edits: Sequence[Edit], sampled: Sequence[torch.Tensor], tokens: Sequence[int]) -> list[str]:
