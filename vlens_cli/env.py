@@ -34,11 +34,13 @@ RUNTIME = Variable("VLENS_RUNTIME", "$XDG_RUNTIME_DIR/vlens or /tmp/vlens-UID",
 KEEP_ALIVE = Variable("VLENS_KEEP_ALIVE", "15m", "how long a resident engine stays after its last query: 90s, 15m, 2h, "
                       "0, forever")
 KEEP = Variable("VLENS_KEEP", "1", "how many resident engines may stay at once; beyond it idle ones stop, oldest first")
+SLEEP = Variable("VLENS_SLEEP", "5m", "how long after its last query a resident engine on a GPU moves its weights to the "
+                 "host's memory, until the next: 90s, 5m, 2h, 0, forever")
 LOG = Variable("VLENS_LOG", "0", "with --no-daemon, 1 lets the engine's own log through, on stderr")
 
 DEBUG = Variable("VLENS_DEBUG", "0", "1 shows the traceback of every error, on stderr")
 
-VARIABLES = (MODEL, CACHE, CONFIG, RUNTIME, KEEP_ALIVE, KEEP, LOG, DEBUG)
+VARIABLES = (MODEL, CACHE, CONFIG, RUNTIME, KEEP_ALIVE, KEEP, SLEEP, LOG, DEBUG)
 CONFIG_KEYS = ("model",)
 
 
@@ -53,7 +55,7 @@ class Setting(NamedTuple):
 def settings() -> list[Setting]:
     """Every variable with the value in force, for `doctor`. Raises what the readers raise."""
     values = {MODEL: default_model()[0], CACHE: str(cache_folder()), CONFIG: str(config_file()),
-              RUNTIME: str(runtime_folder() or ""), KEEP_ALIVE: keep_alive_text(), KEEP: str(keep()),
+              RUNTIME: str(runtime_folder() or ""), KEEP_ALIVE: keep_alive_text(), KEEP: str(keep()), SLEEP: sleep_text(),
               LOG: str(int(engine_log())), DEBUG: str(int(debug()))}
     return [Setting(variable, values[variable], _get(variable) is not None) for variable in VARIABLES]
 
@@ -103,6 +105,16 @@ def keep() -> int:
     if not text.isdigit() or int(text) < 1:
         raise UsageError(f"{KEEP.name} is not a number of engines: {text}", hint=f"{KEEP.name}=2")
     return int(text)
+
+
+def sleep_text() -> str:
+    """What VLENS_SLEEP says, or its default."""
+    return _get(SLEEP) or SLEEP.default
+
+
+def sleep_after() -> float | None:
+    """Seconds without a query after which an engine goes to sleep; None for never. Raises UsageError."""
+    return seconds(sleep_text())
 
 
 def seconds(text: str) -> float | None:

@@ -292,8 +292,25 @@ class StartQuery:
         return cls()
 
 
+@dataclass(frozen=True)
+class SleepQuery:
+    """`vlens engine sleep`: the engine's weights to the host's memory, until the next query."""
+
+    verb: ClassVar[str] = "sleep"
+
+    def summary(self) -> str:
+        return "the engine"
+
+    def as_json(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> SleepQuery:
+        return cls()
+
+
 QUERIES: dict[str, type[Query]] = {
-    query.verb: query for query in (CaptureQuery, PatchQuery, LogitsQuery, ParamQuery, StartQuery)
+    query.verb: query for query in (CaptureQuery, PatchQuery, LogitsQuery, ParamQuery, StartQuery, SleepQuery)
 }
 
 

@@ -1,4 +1,4 @@
-"""`vlens engine`: the resident engines: start, status, stop, log."""
+"""`vlens engine`: the resident engines: start, status, sleep, stop, log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @click.group("engine", context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
-    """The resident engines: start, status, stop, log.
+    """The resident engines: start, status, sleep, stop, log.
 
     \b
     vlens engine status
@@ -66,6 +66,27 @@ def status(as_json: bool, as_table: bool) -> None:
     if not engines:
         output.say("no engine runs")
         sys.exit(EXIT_FAILED)
+
+
+@command.command("sleep")
+@options.model
+def sleep(model: str | None) -> None:
+    """Move the weights of the engines of a model, or of all, to the host's memory; the next query wakes them.
+
+    \b
+    vlens engine sleep
+    """
+    from vlens_cli.daemon import client, launch
+    from vlens_cli.query import SleepQuery
+
+    freed = []
+    for home in _homes(model):
+        if home.alive() and (described := launch.describe(home)):
+            # It stays for as long as it was told to.
+            reply = client.ask_running(home, SleepQuery(), client.Asking(keep_alive=described["keep_alive_s"]))
+            freed += [] if reply is None else [reply.body["freed_bytes"]]
+    output.say(f"{len(freed)} engine{'s' * (len(freed) != 1)} asleep: {sum(freed) / 1e9:.1f} GB of GPU memory freed"
+               if freed else "no engine runs")
 
 
 @command.command("stop")

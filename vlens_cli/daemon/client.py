@@ -43,6 +43,22 @@ def ask(
     return local.ask(spec, query, progress, into)
 
 
+def ask_running(home: Any, query: Query, how: Asking = Asking()) -> Reply | None:
+    """Ask the engine of `home`; None where none runs there, or one of other code. Raises as `ask` does."""
+    from vlens_cli.daemon import launch
+
+    sock = launch.connect(home, how.timeout)
+    if sock is None:
+        return None
+    with sock:
+        answer = _converse(sock, home, query, lambda text: None, None, how, lambda: None)
+    if answer is None or answer.get("restart"):
+        return None
+    if error := answer.get("error"):
+        raise _error(error)
+    return Reply.from_json(answer["reply"])
+
+
 def _ask_daemon(spec: EngineSpec, query: Query, progress: Show, into: BinaryIO | None, how: Asking,
                 check: Callable[[], None]) -> Reply:
     from vlens_cli.daemon import launch, runtime

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vlens_cli import memory
+from vlens_cli import env, memory
 from vlens_cli.daemon import launch, local, runtime, wire
 from vlens_cli.errors import BugError, QueryError, StartError, VlensError
 from vlens_cli.query import QUERIES, RUNNING, EngineSpec
@@ -87,12 +87,21 @@ class Server:
             try:
                 job = self._jobs.get(timeout=TICK)
             except queue.Empty:
+                self._doze()
                 continue
             self._work(job)
             # The job holds the reply, and this name would hold it until the next one.
             del job
         self.close()
         self._send_away()
+
+    def _doze(self) -> None:
+        """Leave the GPU to others when nobody has asked for a while; the next query wakes the engine."""
+        after = env.sleep_after()
+        if after is None or self._running or self._open or time.monotonic() - self._idle_since < after:
+            return
+        if self._session is not None and self._session.can_sleep:
+            self._session.sleep()
 
     def close(self) -> None:
         """Take the socket's name away first: who comes now starts a new engine instead of talking to a dying one."""
@@ -302,7 +311,7 @@ class Server:
             "waiting": self._jobs.qsize(), "spec": self._spec.as_json(), "fingerprint": self._home.folder.name,
             "socket": str(self._home.socket), "log": str(self._home.log), "version": runtime.version(),
             "rss_bytes": memory.resident(os.getpid()), "idle_left_s": self._idle_left(),
-            "keep_alive_s": self._keep_alive,
+            "keep_alive_s": self._keep_alive, "asleep": started and session.asleep,
         }
 
 

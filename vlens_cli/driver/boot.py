@@ -215,12 +215,16 @@ def boot(spec: EngineSpec, plan: Plan) -> Any:
         from vlens_cli.driver import internals
 
         internals.inspect_models_in_process()
+        if plan.built is not None:
+            internals.choose_compile_cache()
         if _running:
             gc.collect()
         if not _running:
             # What an engine that failed to start has left: the next would go on with its ranks, whatever it needs.
             internals.forget_ranks()
-        llm = LLM(**engine_arguments(spec, plan), worker_cls="vlens_cli.driver.worker.LensWorker")
+        llm = LLM(**engine_arguments(spec, plan), worker_cls="vlens_cli.driver.worker.LensWorker",
+                  # Weights come from memory that can be taken away and given back at the same addresses.
+                  enable_sleep_mode=internals.can_sleep())
         _running.add(llm)
         return llm
 

@@ -7,6 +7,7 @@ Everything else in this project uses vLLM's documented surface (`LLM`, `Sampling
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -78,6 +79,26 @@ def settle_compiler() -> None:
     from torch._inductor import codecache
 
     codecache.cache_dir()
+
+
+def can_sleep() -> bool:
+    """Whether vLLM (0.26 to 0.32) can put an engine to sleep on this machine: on GPUs with its own allocator alone."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda() and current_platform.is_sleep_mode_available())
+
+
+def free_gpu_bytes() -> int:
+    return torch.cuda.mem_get_info()[0]
+
+
+def choose_compile_cache() -> None:
+    """On a processor, torch's own cache of compiled code alone: what vLLM (0.32) keeps besides for whole functions cannot
+    be loaded there ("no attribute finalize_loading"), and each boot would compile anew."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from vlens_cli.driver.tokens import Fed, Tokens
 from vlens_cli.errors import PromptError, QueryError, StartError, UsageError
 from vlens_cli.families import catalog_for, check_checkpoint
 from vlens_cli.models.folder import stamps
-from vlens_cli.query import RUNNING, EngineSpec, Prompt, Query, Reply, StartQuery
+from vlens_cli.query import RUNNING, EngineSpec, Prompt, Query, Reply, SleepQuery, StartQuery
 
 if TYPE_CHECKING:
     import torch
@@ -85,6 +85,8 @@ class Session:
         if isinstance(query, StartQuery):
             self.driver(progress)
             return Reply({"model": self.model_body()}, self.plan.notes)
+        if isinstance(query, SleepQuery):
+            return Reply({"model": self.model_body(), "freed_bytes": self.sleep()})
         return import_module(f"vlens_cli.driver.{query.verb}").answer(self, query, progress, into)
 
     def feed(self, prompts: Sequence[Prompt], bos: bool | None, one_chunk: bool = False) -> list[Fed]:
@@ -130,7 +132,24 @@ class Session:
                 raise StartError("the model's files were changed while the engine read them", code="model_changed",
                                  hint="run it again when they are all written")
             self._driver = driver
+        if self._driver.asleep:
+            progress("waking the engine")
+            self._driver.wake()
         return self._driver
+
+    @property
+    def asleep(self) -> bool:
+        return self._driver is not None and self._driver.asleep
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether an engine runs that could be put to sleep."""
+        return self._driver is not None and self._driver.can_sleep and not self._driver.asleep
+
+    def sleep(self) -> int:
+        """Put the engine to sleep until the next query; bytes of GPU memory that this freed. Raises UsageError for an
+        engine that cannot."""
+        return 0 if self._driver is None or self._driver.asleep else self._driver.sleep()
 
     def _check_pickled(self) -> None:
         """What __init__ does for safetensors, for *.bin: their names can only be read by torch."""

@@ -56,6 +56,8 @@ class VLLMDriver:
         self._rate = 0.0
         self._replays = True
         self._llm = boot.boot(spec, plan)
+        self.can_sleep = internals.can_sleep()
+        self.asleep = False
         try:
             self._find_points()
         except BaseException:
@@ -298,6 +300,29 @@ class VLLMDriver:
         if isinstance(found, str):
             raise QueryError(f"{path}.{attribute}: {found}", hint="--from checkpoint", code="not_in_engine")
         return [found]
+
+    def sleep(self) -> int:
+        """Move the weights to the host's memory and drop keys and values, until `wake`; bytes of GPU memory freed.
+
+        Raises UsageError for an engine on a processor.
+        """
+        if not self.can_sleep:
+            raise UsageError("sleep moves weights from a GPU to the host's memory, and this engine runs on a processor",
+                             hint="`vlens engine stop` frees its memory", code="cannot_sleep")
+        before = internals.free_gpu_bytes()
+        self._llm.sleep(level=1)
+        self.asleep = True
+        return internals.free_gpu_bytes() - before
+
+    def wake(self) -> None:
+        """Bring back what `sleep` moved away. Raises StartError where another process has taken the memory."""
+        try:
+            self._llm.wake_up()
+        except Exception as fault:
+            # Whatever the allocator raises, the engine's memory is not all there.
+            raise StartError(f"the engine did not wake: {boot.one_line(fault)}", code="engine_failed",
+                             hint="`vlens engine stop` ends it; the next command starts a new one") from fault
+        self.asleep = False
 
     def close(self) -> None:
         """Free the engine, and leave other drivers of this process alone; a second call does nothing."""
