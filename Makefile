@@ -1,5 +1,6 @@
 # make demo    set up .venv and ask the first question      make bench   run the benchmarks
 # make test    the same environment, and the tests          make clean   remove what make made
+# make test-gpu    the checks that need a GPU      make bench-gpu   the benchmarks that do: with the python of $(GPU_PYTHON)
 # make test-peers   the tests against TransformerLens, which it installs into the same environment
 #
 # PYTHON=python3.12 chooses the interpreter (3.11 or newer), EXTRA=cpu or cuda the engine.
@@ -14,7 +15,7 @@ BIN := .venv/bin
 BEGUN := .venv/.begun
 PROMPT := The Eiffel Tower is located in the city of
 
-.PHONY: demo test test-peers bench clean
+.PHONY: demo test test-peers test-gpu bench bench-gpu clean
 
 demo: .venv/.installed
 	$(BIN)/vlens capture --table --hook blocks.3.hook_resid_post "$(PROMPT)"
@@ -26,7 +27,16 @@ test-peers: .venv/.installed-peers
 	$(BIN)/python -m pytest tests/driver/test_bridge.py
 
 bench: .venv/.installed-test
-	@set -e; for script in tests/bench/*.py; do echo "$$script"; $(BIN)/python "$$script"; done
+	@set -e; for script in $(filter-out tests/bench/gpu.py,$(wildcard tests/bench/*.py)); do echo "$$script"; $(BIN)/python "$$script"; done
+
+# Where vLLM is installed already, as on a machine without a network, that Python serves; else this folder's own.
+GPU_PYTHON ?= $(shell $(PYTHON) -c 'import sys, importlib.util as i; sys.exit(i.find_spec("vllm") is None)' 2>/dev/null && echo $(PYTHON) || echo $(BIN)/python)
+
+test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),.venv/.installed-test)
+	$(GPU_PYTHON) tests/gpu/check.py
+
+bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),.venv/.installed-test)
+	$(GPU_PYTHON) tests/bench/gpu.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis

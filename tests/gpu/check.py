@@ -15,12 +15,15 @@ For each family (a tiny random model), dtype and mode, in a process of its own:
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from unittest.mock import MagicMock
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "driver")]
@@ -38,6 +41,7 @@ def main() -> int:
     parser.add_argument("--families", default="llama,gemma2")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--jobs", type=int, default=4 if which("nvidia-smi") else 1, help="engines at once")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.part:
@@ -45,25 +49,28 @@ def main() -> int:
         return 0
     from tiny import tiny_model
 
-    families, rows, faults = asked.families.split(","), [], []
+    families, rows = asked.families.split(","), []
     for family in families:
         tiny_model(family)
-    for dtype in asked.dtypes.split(","):
-        for family in families:
-            for mode in asked.modes.split(","):
-                found, fault = parts.run(__file__, ["--part", f"{family},{dtype},{mode}"], 240,
-                                         {"VLLM_USE_V2_MODEL_RUNNER": str(int(mode.endswith("v2")))})
-                row = {"family": family, "dtype": dtype, "mode": mode}
-                for one in found:
-                    row |= one
-                rows.append(row)
-                print(_line(row), flush=True)
-                if fault or not row.get("right"):
-                    faults.append(f"{family} {dtype} {mode}: {fault or row.get('faults')}")
-                    print(faults[-1], flush=True)
-    parts.save("check.json", rows)
-    print(f"{len(rows) - len(faults)} of {len(rows)} right")
-    return int(bool(faults))
+    every = itertools.product(families, asked.dtypes.split(","), asked.modes.split(","))
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        for row in pool.map(lambda one: _engine(*one), every):
+            rows.append(row)
+            print(_line(row) + (f"\n{row['fault']}" if row["fault"] else ""), flush=True)
+            parts.save("check.json", rows)
+    right = sum(not row["fault"] for row in rows)
+    print(f"{right} of {len(rows)} right")
+    return int(right < len(rows))
+
+
+def _engine(family: str, dtype: str, mode: str) -> dict:
+    found, fault = parts.run(__file__, ["--part", f"{family},{dtype},{mode}"], 400,
+                             {"VLLM_USE_V2_MODEL_RUNNER": str(int(mode.endswith("v2")))})
+    row = {"family": family, "dtype": dtype, "mode": mode}
+    for one in found:
+        row |= one
+    row["fault"] = fault or ("" if row.get("right") else "\n".join(row.get("faults", [])) or "another request was changed")
+    return row
 
 
 def _line(row: dict) -> str:
@@ -146,7 +153,7 @@ def _edits(driver: object, folder: Path, dtype: str) -> list[str]:
     import torch
     from compare import logit_error, relative_error
     from test_writes import by_transformers, cases_of, run_cases
-    from vlens_cli.driver.base import LOGITS, Edit, Request, Want
+    from vlens_cli.driver.base import LOGITS
 
     captured = driver.supported_hook_points
     driver.supported_hook_points = tuple(n for n in captured if n not in driver.non_editable_hook_points)

@@ -37,6 +37,7 @@ def _fake(x: torch.Tensor, residual: torch.Tensor | None, site: int) -> None:
 for _key in ("CPU", "CUDA"):
     _library.impl("tap", _tap, _key)
 torch.library.register_fake("vlens::tap", _fake, lib=_library)
+tap = torch.ops.vlens.tap
 
 
 @contextlib.contextmanager

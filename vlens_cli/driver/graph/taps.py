@@ -330,7 +330,7 @@ def _build_in(point: Point, site: int) -> None:
         def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = [kwargs[key] if key in kwargs else args[place] if place < len(args) else None for place, key in places]
             found = [t for t in given if t is not None]
-            torch.ops.vlens.tap(found[0], found[1] if len(found) > 1 else None, site)
+            op.tap(found[0], found[1] if len(found) > 1 else None, site)
 
         point.module.register_forward_pre_hook(before, with_kwargs=True)
         return
@@ -341,6 +341,6 @@ def _build_in(point: Point, site: int) -> None:
         given = [output[place] if several else output for place in outputs if place < (len(output) if several else 1)]
         found = [t for t in given if t is not None]
         second = found[1] if len(found) > 1 else None
-        torch.ops.vlens.tap(found[0], second, site)
+        op.tap(found[0], second, site)
 
     point.module.register_forward_hook(after)
