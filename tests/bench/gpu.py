@@ -263,6 +263,9 @@ def sweep(asked: argparse.Namespace) -> None:
 
 
 def loop(asked: argparse.Namespace) -> None:
+    from vlens_cli.driver.hide import hide_broken_packages
+
+    hide_broken_packages()
     import torch
     from transformers import AutoModelForCausalLM
 
