@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ NAMES = {
     "I32": "int32", "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
 }
 INDEX = "model.safetensors.index.json"
+# What trainers leave beside the weights.
+NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 
 
 class Stored(NamedTuple):
@@ -52,11 +55,21 @@ def tensors(folder: Path) -> dict[str, Stored] | None:
     found: dict[str, Stored] = {}
     for file in files:
         for name, stored in _header(file).items():
-            if name in found:
-                raise StartError(f"two weight files hold the same tensor: {name}: {found[name].file.name}, {file.name}",
-                                 hint="readers differ in which of them counts; take one away", code="bad_checkpoint")
+            check_one_file_each(name, [found[name].file, file] if name in found else [file])
             found[name] = stored
     return found if files else None
+
+
+def pickled_files(folder: Path) -> list[Path]:
+    """The *.bin files that hold weights, whether an index names them or not: vLLM (0.26 to 0.32) loads every one."""
+    return [file for file in sorted(folder.glob("*.bin")) if file.name not in NO_WEIGHTS]
+
+
+def check_one_file_each(name: str, files: Sequence[Path]) -> None:
+    """Raises StartError for a tensor that several files hold."""
+    if len(files) > 1:
+        raise StartError(f"two weight files hold the same tensor: {name}: {files[0].name}, {files[1].name}",
+                         hint="readers differ in which of them counts; take one away", code="bad_checkpoint")
 
 
 def _files(folder: Path) -> list[Path]:
@@ -73,6 +86,8 @@ def _shards(index: Path) -> set[str]:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         if not all(isinstance(name, str) for name in names):
             raise ValueError("its weight_map names what are no files")
+        if not names:
+            raise ValueError("its weight_map names no files")
         return names
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as fault:
         raise _broken(index, fault) from fault

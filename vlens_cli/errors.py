@@ -39,6 +39,10 @@ class VlensError(Exception):
         self.hint = hint
         self.code = code or self.default_code
 
+    def __str__(self) -> str:
+        # Who passes an error on may add where it happened.
+        return self.message
+
     def as_dict(self) -> dict[str, str]:
         """The error object of `--json`: code, message, hint."""
         return {"code": self.code, "message": self.message, "hint": self.hint}

@@ -430,8 +430,10 @@ def resolve(
     pos: str | None = None,
     head: str | None = None,
     dim: str | None = None,
+    *,
+    as_typed: bool = False,
 ) -> tuple[Selected, ...]:
-    """The hook points of all requests, in the order asked, each once.
+    """The hook points of all requests, in the order asked, each once; heads and dims ascending, or `as_typed`.
 
     `pos`, `head` and `dim` are the texts of the flags; each applies to the hooks that carry no such selector
     themselves. A head selector, from a flag or in brackets, on a hook point without heads is refused, also where the
@@ -442,7 +444,7 @@ def resolve(
     chosen: dict[str, Selected] = {}
     for request in requests:
         for name in expand(request, catalog):
-            one = _selected(name, request, defaults, catalog)
+            one = _selected(name, request, defaults, catalog, as_typed)
             if chosen.setdefault(name, one) != one:
                 raise UsageError(
                     f"{name} is asked for twice, with different selectors",
@@ -453,17 +455,18 @@ def resolve(
 
 
 def _selected(
-    name: str, request: HookRequest, defaults: dict[str, Items | None], catalog: HookCatalog
+    name: str, request: HookRequest, defaults: dict[str, Items | None], catalog: HookCatalog, as_typed: bool
 ) -> Selected:
     pos, head, dim = (getattr(request, axis) or defaults[axis] for axis in ("pos", "head", "dim"))
     axes = catalog.axes(name)
-    heads = None if head is None else _heads(name, head, axes, catalog)
+    heads = None if head is None else _heads(name, head, axes, catalog, as_typed)
     if axes[-1] == "key":
         return Selected(name, pos=pos, head=heads, key=dim)
-    return Selected(name, pos=pos, head=heads, dim=None if dim is None else indices(dim, catalog.size(axes[-1]), "dim", name))
+    dims = None if dim is None else indices(dim, catalog.size(axes[-1]), "dim", name, as_typed=as_typed)
+    return Selected(name, pos=pos, head=heads, dim=dims)
 
 
-def _heads(name: str, items: Items, axes: tuple[str, ...], catalog: HookCatalog) -> tuple[int, ...]:
+def _heads(name: str, items: Items, axes: tuple[str, ...], catalog: HookCatalog, as_typed: bool) -> tuple[int, ...]:
     axis = next((axis for axis in axes if axis in ("head", "kv_head")), None)
     if axis is None:
         raise HookError(
@@ -471,20 +474,24 @@ def _heads(name: str, items: Items, axes: tuple[str, ...], catalog: HookCatalog)
             hint="put the selector on the hooks that have heads, such as blocks.3.attn.hook_z[head=0]",
             code="no_heads",
         )
-    return indices(items, catalog.size(axis), axis.replace("_", " "), name)
+    return indices(items, catalog.size(axis), axis.replace("_", " "), name, as_typed=as_typed)
 
 
-def indices(items: Items, size: int, what: str, where: str = "") -> tuple[int, ...]:
-    """Items as indices below `size`, ascending, each once.
+def indices(items: Items, size: int, what: str, where: str = "", *, as_typed: bool = False) -> tuple[int, ...]:
+    """Items as indices below `size`, each once: ascending, or `as_typed`, where values are given in that order.
 
     `what` (head, dim) and `where` (a hook) name them in errors.
     """
-    found: set[int] = set()
+    found: list[int] = []
     for item in items:
         if not isinstance(item, Index | Slice):
             raise UsageError(f"{what} takes numbers and ranges: {item}")
-        found.update(_numbers(item, size, size, what, where))
-    return tuple(sorted(found))
+        found += _numbers(item, size, size, what, where)
+    return _each_once(found, as_typed)
+
+
+def _each_once(found: list[int], as_typed: bool) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(found if as_typed else sorted(found)))
 
 
 def positions(
@@ -494,8 +501,9 @@ def positions(
     *,
     tokens: Sequence[str] = (),
     n_prompt: int | None = None,
+    as_typed: bool = False,
 ) -> tuple[int, ...]:
-    """Items as positions of one prompt, ascending, each once.
+    """Items as positions of one prompt, each once: ascending, or `as_typed`, where values are given in that order.
 
     `spans(text)` gives the token range (stop excluded) that covers each occurrence of a text; `tokens` are shown where
     it occurs nowhere. Negative numbers count from the end of the prompt, whose length is `n_prompt` where some of the
@@ -503,18 +511,18 @@ def positions(
     """
     n_prompt = n_tokens if n_prompt is None else n_prompt
     parts = {"prompt": range(n_prompt), "generated": range(n_prompt, n_tokens)}
-    found: set[int] = set()
+    found: list[int] = []
     for item in items:
         match item:
             case Part(name):
                 if not parts[name]:
                     raise HookError(f"there are no {name} positions here", code="pos_out_of_range")
-                found.update(parts[name])
+                found += parts[name]
             case Text():
-                found.update(range(*_occurrence(item, spans(item.text), tokens)))
+                found += range(*_occurrence(item, spans(item.text), tokens))
             case _:
-                found.update(_numbers(item, n_tokens, n_prompt, "position"))
-    return tuple(sorted(found))
+                found += _numbers(item, n_tokens, n_prompt, "position")
+    return _each_once(found, as_typed)
 
 
 def _numbers(item: Index | Slice, size: int, end: int, what: str, where: str = "") -> range:

@@ -29,6 +29,8 @@ from vlens_cli.hooks import HookRequest, Items, Reader, Selected, quoted
 
 CODE = "edit_grammar"
 OPS = ("=", "+=", "-=", "*=")
+# Of float32, in which edits are computed.
+LARGEST = 3.4028234663852886e38
 _NUMBER = r"[+-]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|inf(?:inity)?\b|nan\b)"
 _BARE_PATH = r"""[^\s:*()\[\],@'"][^\s:*()\[\],'"]*"""
 _BARE_KEY = r"""[^\s(),'"]+"""
@@ -357,11 +359,12 @@ def _bad_spec(message: str, hint: str = "") -> UsageError:
 
 
 def targets(intervention: Intervention, catalog: Any) -> tuple[Selected, ...]:
-    """The hook points that one intervention changes, in the order of the forward.
+    """The hook points that one intervention changes, in the order of the forward. Heads and dims stand as they were
+    typed: that is the order of the values that are given for them.
 
     Raises HookError as `hooks.resolve` does, and for a point that cannot be edited, with the reason.
     """
-    found = hooks.resolve([intervention.hook], catalog)
+    found = hooks.resolve([intervention.hook], catalog, as_typed=True)
     for selected in found:
         check_editable(catalog, selected.name)
     return found
@@ -381,8 +384,8 @@ def check(interventions: Iterable[Intervention], catalog: Any, *, allow_nan: boo
     """What can be said of interventions without an engine and without their files. Raises UsageError."""
     for one in interventions:
         targets(one, catalog)
-        if not allow_nan and not all(map(math.isfinite, _written(one.value))):
-            raise UsageError(f"a number that is not finite is refused: {one}", code="not_finite",
+        if not allow_nan and not all(abs(number) <= LARGEST for number in _written(one.value)):
+            raise UsageError(f"a number that is not finite in float32 is refused: {one}", code="not_finite",
                              hint="--allow-nan takes it")
         if isinstance(one.value, Source) and not has_source:
             raise UsageError(f"@source is the value of a source run, and none is given: {one}", code="no_source",
@@ -392,7 +395,7 @@ def check(interventions: Iterable[Intervention], catalog: Any, *, allow_nan: boo
 def _written(value: Value) -> tuple[float, ...]:
     """The numbers that an expression writes out."""
     match value:
-        case Constant(number):
+        case Constant(number) | Noise(number):
             return (number,)
         case Tensor(of=Numbers(numbers), factor=factor):
             return (*numbers, factor)

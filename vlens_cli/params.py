@@ -471,7 +471,8 @@ def expand(request: ParamRequest, weights: Weights) -> tuple[str, ...]:
     if request.pattern in every:
         return (request.pattern,)
     found: dict[str, None] = {}
-    for glob in _globs(request.pattern, weights.n_layers):
+    highest = max((int(n) for name in every for n in re.findall(r"\d+", name)), default=0)
+    for glob in _globs(request.pattern, weights.n_layers, highest):
         hits = [glob] if glob in every else [name for name in weights.names if "*" in glob and _matches(glob, name)]
         if not hits:
             raise _no_such(glob, request, weights)
@@ -499,8 +500,9 @@ def _matches(glob: str, name: str) -> bool:
 _NUMBERS = re.compile(r"\{[^{}]*\}|-?\d+-\d+|-\d+")
 
 
-def _globs(pattern: str, n_layers: int) -> Iterator[str]:
-    """The pattern with its ranges of numbers written out; negative ones count from the last layer."""
+def _globs(pattern: str, n_layers: int, highest: int) -> Iterator[str]:
+    """The pattern with its ranges of numbers written out; negative ones count from the last layer. No name has a number
+    above `highest`."""
     choices = []
     for segment in re.split(r"\.(?![^{]*\})", pattern):
         if not _NUMBERS.fullmatch(segment):
@@ -508,6 +510,8 @@ def _globs(pattern: str, n_layers: int) -> Iterator[str]:
             continue
         ranges = read_layers(Reader(segment)) or ()
         ends = [(low + n_layers * (low < 0), high + n_layers * (high < 0)) for low, high in ranges]
+        # One that no name has is enough to say so.
+        ends = [(low, max(low, min(high, highest + 1)) if low <= high else high) for low, high in ends]
         numbers = dict.fromkeys(str(n) for low, high in ends for n in range(low, high + 1))
         if not numbers:
             raise UsageError(f"these numbers run backwards: {segment}", code="hook_grammar")

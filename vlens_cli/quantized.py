@@ -47,6 +47,9 @@ def scale_of(name: str, stored: Mapping[str, Stored], config: Mapping[str, Any])
     words = scheme(config)
     if not words and scale is None:
         return None
+    others = [key for key in stored if key.startswith(f"{name}_scale") and key != scale]
+    if others:
+        raise _refused(name, f"{words}, scaled by {others[0]} too")
     if scale is None and (not name.endswith("weight") or tensor.dtype not in (*_EIGHT_BITS, "U8", "I32")):
         # Indices, zero points and other integers that quantized checkpoints hold beside their weights.
         raise _refused(name, words)

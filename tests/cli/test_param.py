@@ -382,8 +382,30 @@ def test_a_pickle_that_would_run_something_is_not_read(shell, tmp_path):
             return os.mkdir, (str(marker),)
 
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"x": Runs()}))
-    refused(param(shell, folder, "--allow-pickle", "x"), "broken weight file", code=3)
+    refused(param(shell, folder, "--allow-pickle", "x"), "holds more than tensors", code=3)
     assert not marker.exists()
+
+
+def test_of_pickled_files_none_counts_for_another(shell, tmp_path):
+    import torch
+
+    folder = made.model(tmp_path / "m")
+    (folder / "model.safetensors").unlink()
+    state = {name: torch.from_numpy(array) for name, array in made.tensors().items()}
+    torch.save(state, folder / "pytorch_model.bin")
+    torch.save({"other": torch.zeros(2)}, folder / "optimizer.bin")
+    stale = folder / "zz_stale.bin"
+    torch.save({"model.norm.weight": torch.zeros(8)}, stale)
+    refused(param(shell, folder, "--allow-pickle", "model.norm.weight"), "two weight files", "zz_stale.bin", code=3)
+    stale.unlink()
+    assert one(param(shell, folder, "--allow-pickle", "model.norm.weight"))["norm"] > 0
+    torch.save({"state_dict": state}, folder / "pytorch_model.bin")
+    refused(param(shell, folder, "--allow-pickle", "model.norm.weight"), "but state_dict", "state_dict()", code=3)
+
+
+def test_a_range_without_an_end_ends(shell, folder):
+    for text in ("blocks.0-99999999.attn.W_Q", "blocks.{0-9999999999}.attn.W_Q", "blocks.5-99999999.attn.W_Q"):
+        refused(param(shell, folder, text), "2" if "5-" not in text else "5")
 
 
 @pytest.mark.parametrize("kind", ["F64", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I8", "U8", "BOOL"])
@@ -532,6 +554,14 @@ def test_scales_that_fit_nothing_are_refused(shell, tmp_path):
     refused(param(shell, folder, "blocks.0.attn.W_Q"), "quantized (fp8", "[4, 3]", "--raw")
 
 
+def test_a_second_scale_is_not_left_out(shell, tmp_path):
+    folder, _ = scaled(tmp_path, np.ones((), "f4"))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert one(param(shell, folder, name))["dequantized"]
+    made.write(folder / "more.safetensors", {f"{name}_scale_2": np.full(1, 3, "f4")})
+    refused(param(shell, folder, name), f"scaled by {name}_scale_2 too", "--raw")
+
+
 def test_packed_weights_are_refused_and_their_integers_given_raw(shell, tmp_path):
     arrays = made.tensors()
     packed = arrays.pop("model.layers.0.self_attn.q_proj.weight").view(np.int32)
@@ -576,7 +606,7 @@ def test_many_small_weights_are_counted_together(shell, tmp_path):
     refused(param(shell, folder, "*", "--values"), "4002000 numbers")
 
 
-@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": []}', "{}"])
+@pytest.mark.parametrize("index", ['{"weight_map": {}}', "{", "[]", '{"weight_map": []}', "{}"])
 def test_a_broken_index_is_named(shell, folder, index):
     (folder / "model.safetensors.index.json").write_text(index)
     refused(param(shell, folder, "W_E"), "model.safetensors.index.json", code=3)

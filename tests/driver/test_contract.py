@@ -104,6 +104,10 @@ def test_specs_do_what_they_say(driver):
         for pos in (2, 9):
             want[0, pos, [1, 3]] = value
         assert torch.equal(got, want)
+    # What is listed keeps its order: rows of values belong to what was typed.
+    spec = {"op": "set", "value": value, "pos": 2, "head": [3, 0]}
+    got = driver.forward([SHORT], capture=[Z], intervene={Z: spec}).captured[Z]
+    assert torch.equal(got[0, 2, [3, 0]], value)
     first, again, other = (driver.forward([SHORT], capture=[POST], intervene={
         POST: {"op": "noise", "std": 2.0, "seed": seed, "pos": 4}}).captured[POST] for seed in (0, 0, 1))
     assert torch.equal(first, again) and not torch.equal(first, other)

@@ -29,10 +29,12 @@ MLP, Z = "blocks.1.hook_mlp_out", "blocks.1.attn.hook_z"  # [16] and [4, 4]
 class Fake:
     """Obeys what edits.py asks of a session; `asked` are the source requests that it ran."""
 
+    dtype = "float32"
+
     def __init__(self, folder: str) -> None:
         self.catalog = CATALOG
         self.tokens = Tokens(folder)
-        self.plan = SimpleNamespace(dtype="float32")
+        self.plan = SimpleNamespace(dtype=self.dtype)
         self.asked: list = []
 
     def feed(self, prompts, bos, one_chunk=False):
@@ -319,6 +321,45 @@ def test_mapped_positions_heads_and_dims(plan):
     assert torch.equal(edit.value, torch.arange(16.0).view(1, 4, 4)[:, [0, 2]])
     edit = only(plan(f"{Z}[pos=0][head=1][dim=2] = @source", sources=[ids(1, 2, 3, 4, 5)]))
     assert edit.value.tolist() == [[[6.0]]]
+
+
+def test_what_is_listed_keeps_its_order_on_both_sides(plan, store):
+    five = [ids(1, 2, 3, 4, 5)]
+    edit = only(plan(f"{MLP}[pos=3,1] = @source[pos=1,3]", sources=five))
+    assert edit.positions == (3, 1) and torch.equal(edit.value, rows(1, 3))
+    edit = only(plan(f"{MLP}[pos=3,1] = @source[pos=-1,0:1]", sources=five))
+    assert torch.equal(edit.value, rows(4, 0))
+    edit = only(plan(f"{MLP}[pos=3,1] = @source", sources=five))
+    assert torch.equal(edit.value, rows(3, 1))
+    edit = only(plan(f"{Z}[pos=0][head=3,1] = @source[head=1,2]", sources=five))
+    assert edit.heads == (3, 1) and torch.equal(edit.value, torch.arange(16.0).view(1, 4, 4)[:, [1, 2]])
+    edit = only(plan(f"{MLP}[dim=10,3] = [1, 2]"))
+    assert edit.dims == (10, 3) and edit.value.tolist() == [1, 2]
+    path = store(x=torch.stack([torch.full((16,), 1.0), torch.full((16,), 2.0)]))
+    edit = only(plan(f"{MLP}[pos=4,2] = {path}"))
+    assert edit.positions == (4, 2) and edit.value[:, 0].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("text", [f"{MLP} = 1e39", f"{MLP} *= -1e39", f"{MLP} += noise(1e39)",
+                                  f"{MLP} = [1e39{', 0' * 15}]", f"{MLP} = 10 * [1e38{', 0' * 15}]"])
+def test_numbers_beyond_float32_are_refused(plan, text):
+    with pytest.raises(UsageError, match="float32"):
+        plan(text)
+    plan(text, allow_nan=True)
+
+
+def test_numbers_beyond_the_engines_dtype_are_refused(plan, store, monkeypatch):
+    monkeypatch.setattr(Fake, "dtype", "float16")
+    with pytest.raises(UsageError, match="too large for float16, whose largest is 6.55e"):
+        plan(f"{MLP} = 1e5")
+    only(plan(f"{MLP} *= 1e5"))
+    with pytest.raises(UsageError, match="too large for float32, the first at \\[3\\]"):
+        plan(f"{MLP} = {store(x=torch.tensor([0.0] * 3 + [1e300] + [0.0] * 12, dtype=torch.float64))}")
+
+
+def test_with_several_prompts_the_one_that_lacks_a_position_is_named(plan):
+    with pytest.raises(UsageError, match="prompt 1: there is no position 3"):
+        plan(f"{MLP}[pos=3] = 0", prompts=(ids(1, 2, 3, 4), ids(1, 2, 3)))
 
 
 def test_one_source_for_all_or_one_for_each(plan):

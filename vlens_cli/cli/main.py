@@ -121,7 +121,9 @@ def _translated(raised: Exception, path: str) -> VlensError:
             return raised
         case click.NoSuchOption():
             near = " or ".join(raised.possibilities or ())
-            hint = f"did you mean {near}?" if near else "a prompt that starts with `-` goes after `--`"
+            prompts = path.split()[1:] in (["capture"], ["patch"], ["logits"])
+            hint = f"did you mean {near}?" if near else "a prompt that starts with `-` goes after `--`" if prompts else (
+                f"`{path} --help` lists what it takes")
             return UsageError(f"there is no option: {raised.option_name}", hint=hint, code="unknown_option")
         case click.ClickException():
             message = raised.format_message().rstrip(".")

@@ -169,13 +169,13 @@ class _Spec:
         return Edit(**{**of, "positions": rows}, value=noise)
 
     def _positions(self, span: Span, fed: int) -> tuple[int, ...] | None:
-        """Absolute positions among the fed tokens, ascending; None for all."""
+        """Absolute positions among the fed tokens, each once, in the order given; None for all."""
         asked = self._list("pos")
         if asked is None:
             return None
         end = len(span.ids)
-        moved = sorted({p - span.start if p >= 0 else p + end for p in asked})
-        if not moved or moved[0] < 0 or moved[-1] >= fed:
+        moved = dict.fromkeys(p - span.start if p >= 0 else p + end for p in asked)
+        if not all(0 <= p < fed for p in moved) or not moved:
             raise self._wrong(f"selects positions {asked}, and this prompt has {span.start} to {span.start + fed - 1}",
                               code="pos_out_of_range", of=HookError)
         return tuple(moved)
@@ -184,8 +184,8 @@ class _Spec:
         asked = self._list(key)
         if asked is None:
             return None
-        found = tuple(sorted({n + size if n < 0 else n for n in asked}))
-        if not found or found[0] < 0 or found[-1] >= size:
+        found = tuple(dict.fromkeys(n + size if n < 0 else n for n in asked))
+        if not all(0 <= n < size for n in found) or not found:
             raise self._wrong(f"selects {key}s {asked}, and there are 0 to {size - 1}", code=f"{key}_out_of_range", of=HookError)
         return found
 

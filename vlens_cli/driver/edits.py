@@ -88,7 +88,7 @@ class Plan:
         interventions.check(parsed, session.catalog, allow_nan=asked.allow_nan, has_source=bool(asked.sources))
         self.sources = self._feed_sources(asked, bos)
         self.steps = _steps(parsed, session.catalog)
-        self._places = [[self._place(step, n) for step in self.steps] for n in range(len(fed))]
+        self._places = [self._places_in(n) for n in range(len(fed))]
         self._planned = [self._without_source(asked, places, f) for places, f in zip(self._places, fed, strict=True)]
         self._notes += _contradictions(self.steps, self._places)
 
@@ -137,9 +137,11 @@ class Plan:
     def _without_source(self, asked: Interventions, places: Sequence[Place], fed: Fed) -> list[Edit]:
         if not self.steps:
             return []
+        import torch
+
         from vlens_cli.driver.values import Values
 
-        values = Values(self._session.catalog, asked.seed, asked.allow_nan)
+        values = Values(self._session.catalog, asked.seed, asked.allow_nan, getattr(torch, self._session.plan.dtype))
         n_tokens = len(fed.ids) + self._more
         return [values.edit(step, place, n_tokens) for step, place in zip(self.steps, places, strict=True)]
 
@@ -152,10 +154,18 @@ class Plan:
 
     # Places
 
+    def _places_in(self, prompt: int) -> list[Place]:
+        try:
+            return [self._place(step, prompt) for step in self.steps]
+        except UsageError as error:
+            if len(self._fed) > 1:
+                error.message = f"prompt {prompt}: {error.message}"
+            raise
+
     def _place(self, step: Step, prompt: int) -> Place:
         fed = self._fed[prompt]
         n_tokens = len(fed.ids) + self._more
-        positions = step.hook.pos and positions_in(self._session, step.hook.pos, fed, n_tokens)
+        positions = step.hook.pos and positions_in(self._session, step.hook.pos, fed, n_tokens, as_typed=True)
         match step.one.value:
             case Source() as asked:
                 return self._source_place(step, asked, positions, prompt)
@@ -171,19 +181,20 @@ class Plan:
                 self._notes.append(f"a source run has no generated tokens: this changes the prompt's alone: {step.one}")
         taken = positions
         if asked.pos is not None:
-            taken = positions_in(self._session, asked.pos, source, len(source.ids))
+            taken = positions_in(self._session, asked.pos, source, len(source.ids), as_typed=True)
             _same_count(step, "positions", len(positions), len(taken))
         else:
             check_aligned(fed, source)
-            if positions[-1] >= len(source.ids):
+            if max(positions) >= len(source.ids):
                 raise UsageError(f"the source run has positions 0 to {len(source.ids) - 1}, and {step.where} selects "
-                                 f"{positions[-1]}", hint="@source[pos=...] says which to take", code="no_source_row")
+                                 f"{max(positions)}", hint="@source[pos=...] says which to take", code="no_source_row")
         return Place(positions, Want(taken, *self._source_columns(step, asked)))
 
     def _source_columns(self, step: Step, asked: Source) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
         """(heads, dims) that are taken of the source."""
         catalog = self._session.catalog
-        (given,) = hooks.resolve([HookRequest("", step.hook.name, None, asked.head, asked.dim)], catalog)
+        (given,) = hooks.resolve([HookRequest("", step.hook.name, None, asked.head, asked.dim)], catalog,
+                                 as_typed=True)
         heads = step.hook.head if asked.head is None else given.head
         dims = step.hook.dim if asked.dim is None else given.dim
         row = row_shape(catalog, Selected(step.hook.name, None, heads, dims))
@@ -198,10 +209,10 @@ def union(one: dict[str, Want], other: dict[str, Want]) -> dict[str, Want]:
     return one | other | shared
 
 
-def positions_in(session: Session, items: Items, fed: Fed, n_tokens: int) -> tuple[int, ...]:
-    """Items as positions of one prompt, of which `n_tokens` are fed, generated ones included."""
+def positions_in(session: Session, items: Items, fed: Fed, n_tokens: int, *, as_typed: bool = False) -> tuple[int, ...]:
+    """Items as positions of one prompt, of which `n_tokens` are fed, generated ones included; see `hooks.positions`."""
     return hooks.positions(items, n_tokens, lambda text: session.tokens.spans(fed, text), n_prompt=len(fed.ids),
-                           tokens=tuple(text or "" for text in fed.texts))
+                           tokens=tuple(text or "" for text in fed.texts), as_typed=as_typed)
 
 
 def row_shape(catalog: Catalog, hook: Selected) -> tuple[int, ...]:

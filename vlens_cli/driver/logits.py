@@ -17,7 +17,7 @@ from vlens_cli.driver import attribution, capture, targets
 from vlens_cli.driver.base import LOGITS, Edit, Request, Result, Want
 from vlens_cli.driver.edits import edits_for
 from vlens_cli.driver.tokens import Fed
-from vlens_cli.errors import PromptError
+from vlens_cli.errors import PromptError, UsageError
 from vlens_cli.query import SCHEMA_VERSION, LogitsQuery, Reply, Saved
 
 if TYPE_CHECKING:
@@ -64,6 +64,9 @@ def answer(session: Session, query: LogitsQuery, progress: Progress, into: Binar
     d_vocab = session.catalog.dims.d_vocab
     chosen = targets.resolve(query.targets, session.tokens, d_vocab, query.target_prefix)
     pair = targets.resolve(query.diff or (), session.tokens, d_vocab, query.target_prefix)
+    if pair and pair[0].id == pair[1].id:
+        raise UsageError(f"both tokens of --diff are the same one, #{pair[0].id}", code="same_token",
+                         hint='two that differ: --diff " Paris" " Rome"')
     points = lens.points(query.lens, session.catalog)
     asked = [_asked(session, query, f, points) for f in fed]
     session.check_memory(_size(session, asked))

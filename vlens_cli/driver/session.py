@@ -154,11 +154,9 @@ class Session:
     def _check_pickled(self) -> None:
         """What __init__ does for safetensors, for *.bin: their names can only be read by torch."""
         if checkpoint.shapes(Path(self.spec.model)) is None:
-            import torch
+            from vlens_cli.reader import pickled
 
-            files = [f for f in sorted(Path(self.spec.model).glob("*.bin")) if f.name != "training_args.bin"]
-            names = [n for f in files for n in torch.load(f, map_location="meta", mmap=True, weights_only=True)]
-            check_checkpoint(self.catalog, self._config, names)
+            check_checkpoint(self.catalog, self._config, pickled.listed(self.spec.model))
 
     def close(self) -> None:
         if self._driver is not None:

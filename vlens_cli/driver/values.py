@@ -23,8 +23,10 @@ MOST_KEYS_SHOWN = 100
 class Values:
     """Makes the edits of steps. A tensor is read once."""
 
-    def __init__(self, catalog: Catalog, seed: int, allow_nan: bool) -> None:
+    def __init__(self, catalog: Catalog, seed: int, allow_nan: bool, dtype: torch.dtype) -> None:
+        """`dtype` is the engine's, in which values are written."""
         self._catalog = catalog
+        self._dtype = dtype
         self._seed = seed
         self._allow_nan = allow_nan
         self._read: dict[tuple[str, str], torch.Tensor] = {}
@@ -34,6 +36,21 @@ class Values:
 
         Raises UsageError or PathError for a tensor that is not there, not finite, or does not fit.
         """
+        edit = self._edit(step, place, n_tokens)
+        self._check_fits(step, edit.keep, torch.float32)
+        self._check_fits(step, edit.value, self._dtype)
+        return edit
+
+    def _check_fits(self, step: Step, part: float | torch.Tensor | None, dtype: torch.dtype) -> None:
+        """Refuse what is finite as it was given and is not where it is used."""
+        if part is None or self._allow_nan:
+            return
+        if not torch.as_tensor(part, dtype=torch.float64).to(dtype).isfinite().all():
+            raise UsageError(f"{step.one.value} holds numbers that are too large for {str(dtype).removeprefix('torch.')}, whose "
+                             f"largest is {torch.finfo(dtype).max:.4g}", hint="--allow-nan takes them, as infinities",
+                             code="not_finite")
+
+    def _edit(self, step: Step, place: Place, n_tokens: int) -> Edit:
         edit = Edit(step.hook.name, place.positions, step.hook.head, step.hook.dim)
         op, value = step.one.op, step.one.value
         match value:
@@ -85,11 +102,13 @@ class Values:
         if t.is_complex() or t.dtype == torch.bool:
             dtype = str(t.dtype).removeprefix("torch.")
             raise UsageError(f"{what} holds {dtype} values, not numbers", code="bad_value")
-        t = t.float()
+        given, t = t, t.float()
         broken = (~t.isfinite()).nonzero()
         if len(broken) and not self._allow_nan:
-            raise UsageError(f"{what} holds {len(broken)} values that are not finite, the first at "
-                             f"{broken[0].tolist()}", hint="--allow-nan takes them", code="not_finite")
+            first = broken[0].tolist()
+            why = "too large for float32" if given[tuple(first)].double().isfinite() else "not finite"
+            raise UsageError(f"{what} holds {len(broken)} values that are {why}, the first at {first}",
+                             hint="--allow-nan takes them", code="not_finite")
         return t
 
     def _noise(self, step: Step, positions: tuple[int, ...], std: float) -> torch.Tensor:

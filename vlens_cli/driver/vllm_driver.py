@@ -399,6 +399,7 @@ class VLLMDriver:
         boot.check_tokens(request.tokens, self.catalog.dims.d_vocab, self.plan, request.max_new_tokens)
         for edit in request.edits:
             self._check_edit(edit, len(request.tokens) + request.max_new_tokens - 1)
+            _check_formed(edit, len(request.tokens) - 1)
         for name in request.capture:
             self.check_readable(name)
 
@@ -476,6 +477,14 @@ class VLLMDriver:
     def _call(self, method: str, *args: Any) -> Any:
         """One method of the single rank's worker, in this process."""
         return self._llm.collective_rpc(method, args=args)[0]
+
+
+def _check_formed(edit: Edit, last: int) -> None:
+    """The engine samples after the prompt and after each new token: no other logits have anything that follows."""
+    if edit.name == LOGITS and edit.positions is not None and max(edit.positions) < last:
+        raise HookError(f"{edit.name} is formed at the prompt's last position, {last}, and at generated ones; this edits "
+                        f"{_span(tuple(sorted(edit.positions)))} alone", code="not_formed",
+                        hint="edit what they are made of: ln_final.hook_out[pos=...]")
 
 
 def _check_indices(edit: Edit, indices: tuple[int, ...] | None, size: int, what: str) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+import zipfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from vlens_cli import checkpoint
 from vlens_cli.errors import INSTALL_HINT, StartError
 
 _TYPES = {
@@ -19,9 +22,12 @@ _TYPES = {
 
 def listed(folder: str) -> dict[str, tuple[str, str, list[int]]]:
     """Tensor name -> (file, dtype by the safetensors format's name, shape). Raises StartError."""
-    files = [file for file in sorted(Path(folder).glob("*.bin")) if file.name != "training_args.bin"]
-    return {name: (str(file), _TYPES.get(_type(t), _type(t)), list(t.shape))
-            for file in files for name, t in _tensors(str(file)).items()}
+    found: dict[str, tuple[str, str, list[int]]] = {}
+    for file in checkpoint.pickled_files(Path(folder)):
+        for name, t in _tensors(str(file)).items():
+            checkpoint.check_one_file_each(name, [Path(found[name][0]), file] if name in found else [file])
+            found[name] = (str(file), _TYPES.get(_type(t), _type(t)), list(t.shape))
+    return found
 
 
 def flat(file: str, name: str) -> np.ndarray:
@@ -43,8 +49,17 @@ def _tensors(file: str) -> dict[str, Any]:
         raise StartError("torch, which reads pickled weights, is not installed", hint=INSTALL_HINT,
                          code="no_engine") from fault
     try:
-        found = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        # torch's older format is no archive, and is not mapped.
+        found = torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
+    except pickle.UnpicklingError as fault:
+        raise StartError(f"this file holds more than tensors, and is not read, because it may run what it says: {file}",
+                         code="bad_checkpoint", hint="take it from a source that you trust, as safetensors") from fault
     except Exception as fault:  # torch raises whatever the file's own reading raises
         raise StartError(f"a broken weight file: {file}: {' '.join(str(fault).split())[:200]}", code="bad_checkpoint",
                          hint="fetch or save it again") from fault
-    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    named = found if isinstance(found, dict) else {}
+    tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+    if not tensors:
+        raise StartError(f"no tensors stand in this file by their names, but {', '.join(map(str, named)) or type(found).__name__}: "
+                         f"{file}", code="bad_checkpoint", hint="save the state dict itself: torch.save(model.state_dict(), FILE)")
+    return tensors
