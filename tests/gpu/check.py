@@ -33,6 +33,7 @@ import parts  # noqa: E402
 SHORT = [3, 17, 256, 99, 4, 500, 31, 8, 77, 120]
 LONG = [(7919 * n + 104729) % 502 + 5 for n in range(150)]
 LIMITS = {"float32": 1e-4, "bfloat16": 5e-2}
+GRAPHS = [1, 4, 16, 64]
 MODES = ("eager-v1", "eager-v2", "compiled-v1", "compiled-v2")
 
 
@@ -54,7 +55,7 @@ def main() -> int:
         tiny_model(family)
     every = itertools.product(families, asked.dtypes.split(","), asked.modes.split(","))
     with ThreadPoolExecutor(asked.jobs) as pool:
-        for row in pool.map(lambda one: _engine(*one), every):
+        for row in pool.map(lambda one: _engine(*one, asked.jobs), every):
             rows.append(row)
             print(_line(row) + (f"\n{row['fault']}" if row["fault"] else ""), flush=True)
             parts.save("check.json", rows)
@@ -63,9 +64,11 @@ def main() -> int:
     return int(right < len(rows))
 
 
-def _engine(family: str, dtype: str, mode: str) -> dict:
+def _engine(family: str, dtype: str, mode: str, jobs: int) -> dict:
+    threads = str(max(1, (os.cpu_count() or 1) // jobs))
     found, fault = parts.run(__file__, ["--part", f"{family},{dtype},{mode}"], 400,
-                             {"VLLM_USE_V2_MODEL_RUNNER": str(int(mode.endswith("v2")))})
+                             {"VLLM_USE_V2_MODEL_RUNNER": str(int(mode.endswith("v2"))), "OMP_NUM_THREADS": threads,
+                              "TORCHINDUCTOR_COMPILE_THREADS": threads})
     row = {"family": family, "dtype": dtype, "mode": mode}
     for one in found:
         row |= one
@@ -79,7 +82,8 @@ def _line(row: dict) -> str:
 
     return (f"{row['family']:8} {row['dtype']:8} {row['mode']:12} points {row.get('points', '-')!s:4} refused "
             f"{row.get('refused', '-')!s:3} reads {number('reads'):44} edits {number('edits'):44} others "
-            f"{'same' if row.get('others') else 'NOT THE SAME' if 'others' in row else '-'}  boot {row.get('boot', 0):.0f} s")
+            f"{'same' if row.get('others') else 'NOT THE SAME' if 'others' in row else '-'}  boot {row.get('boot', 0):.0f} s of "
+            f"{row.get('seconds', 0):.0f}")
 
 
 def part(family: str, dtype: str, mode: str) -> None:
@@ -91,6 +95,7 @@ def part(family: str, dtype: str, mode: str) -> None:
 
     import torch
     from tiny import tiny_model
+    from vlens_cli.driver import boot
     from vlens_cli.driver.boot import plan, prepare
     from vlens_cli.driver.graph import limits
     from vlens_cli.families import catalog_for
@@ -107,6 +112,10 @@ def part(family: str, dtype: str, mode: str) -> None:
     if mode.startswith("compiled"):
         hooks = tuple(name for name in catalog.names if not limits.why_not(catalog.row(name)))
     spec = EngineSpec(os.path.realpath(folder), family, dtype=dtype, chunk=64, compile_hooks=hooks)
+    if hooks:
+        # Few graphs are enough: single rows, batches that are padded, and whole chunks.
+        arguments = boot.engine_arguments
+        boot.engine_arguments = lambda *of: arguments(*of) | {"compilation_config": {"cudagraph_capture_sizes": GRAPHS}}
     began = time.time()
     driver = driver_for(spec, plan(spec, config, catalog), catalog)
     names = driver.supported_hook_points
@@ -125,7 +134,7 @@ def part(family: str, dtype: str, mode: str) -> None:
     edit = _edits(driver, folder, dtype)
     faults += edit
     same = _others(driver, Request, Want)
-    parts.report(others=same, right=not faults and same, faults=faults[:12])
+    parts.report(seconds=time.time() - began, others=same, right=not faults and same, faults=faults[:12])
     driver.close()
 
 

@@ -21,10 +21,12 @@ def run(tables: Tables, site: int, x: torch.Tensor, residual: torch.Tensor | Non
         return
     at = tables.sites[site]
     x, residual = (None if t is None else t[:, at.columns :][:, : at.segments * at.width] for t in (x, residual))
+    # What is kept of an edited row is the value itself, not what the engine's tensor gives back over the factor.
+    formed = None if at.factor == 1 else x * at.factor
     for program in what[changed].unique().tolist():
-        _change(tables, at, program, (what == program).nonzero()[:, 0], x, residual)
+        _change(tables, at, program, (what == program).nonzero()[:, 0], x, residual, formed)
     if len(copied):
-        kept = _kept(at, x[copied], None if residual is None else residual[copied])
+        kept = _kept(at, (x if formed is None else formed)[copied], None if residual is None else residual[copied])
         flat = tables.rows.view(x.dtype)
         starts = where[copied].long() * (GRANULE // x.element_size())
         flat[starts[:, None] + torch.arange(kept.shape[1])] = kept
@@ -32,20 +34,16 @@ def run(tables: Tables, site: int, x: torch.Tensor, residual: torch.Tensor | Non
 
 
 def _kept(site: Site, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    if site.raw:
-        return x if residual is None else torch.cat([x, residual], dim=1)
-    if residual is not None:
-        return x + residual
-    return x if site.factor == 1 else x * site.factor
+    if residual is None:
+        return x
+    return torch.cat([x, residual], dim=1) if site.raw else x + residual
 
 
 def _change(tables: Tables, site: Site, program: int, rows: torch.Tensor, x: torch.Tensor,
-            residual: torch.Tensor | None) -> None:
-    before = x[rows].float()
+            residual: torch.Tensor | None, formed: torch.Tensor | None) -> None:
+    before = (x if formed is None else formed)[rows].float()
     if residual is not None:
         before = before + residual[rows].float()
-    elif site.factor != 1:
-        before = (x[rows] * site.factor).float()
     after = before.view(-1, site.segments, site.width)
     touched = torch.zeros(site.segments, site.width, dtype=torch.bool)
     for step in programs.steps(tables.words, tables.floats, program, (site.segments, site.width)):
@@ -53,7 +51,8 @@ def _change(tables: Tables, site: Site, program: int, rows: torch.Tensor, x: tor
         mask = torch.ones_like(touched) if step.mask is None else step.mask > 0
         after, touched = torch.where(mask, new, after), touched | mask
     touched, after = touched.view(-1), after.view(len(rows), -1)
-    if site.factor != 1:
+    if formed is not None:
+        formed[rows] = after.to(x.dtype)
         # What an edit has left alone keeps its bits.
         touched, after = touched & (after != before), after / site.factor
     x[rows] = torch.where(touched, after.to(x.dtype), x[rows])

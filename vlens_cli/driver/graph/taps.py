@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vlens_cli.driver import internals
+from vlens_cli.driver import internals, writes
 from vlens_cli.driver.base import LOGITS, Edit, Want
 from vlens_cli.driver.graph import limits, op, programs
 from vlens_cli.driver.graph.tables import Site, Tables
@@ -81,7 +81,8 @@ class GraphTaps(Taps):
     # Requests
 
     def open(self, request: str, key: str, wants: dict[str, Want], edits: Iterable[Edit] = ()) -> None:
-        edits = list(edits)
+        # The logits are changed in a hook, beside the model; all else is written into the tables from the host.
+        edits = [writes.on_device(edit, self._device) if edit.name == LOGITS else edit for edit in edits]
         base = Record.of(key, wants, self._reads(wants), edits)
         record = GraphRecord(base.key, base.wants, base.reads, base.edits, base.fired)
         self._records[request] = record
