@@ -399,7 +399,7 @@ class VLLMDriver:
         boot.check_tokens(request.tokens, self.catalog.dims.d_vocab, self.plan, request.max_new_tokens)
         for edit in request.edits:
             self._check_edit(edit, len(request.tokens) + request.max_new_tokens - 1)
-            _check_formed(edit, len(request.tokens) - 1)
+            _check_formed(edit, len(request.tokens) - 1, request.capture.get(LOGITS))
         for name in request.capture:
             self.check_readable(name)
 
@@ -479,12 +479,13 @@ class VLLMDriver:
         return self._llm.collective_rpc(method, args=args)[0]
 
 
-def _check_formed(edit: Edit, last: int) -> None:
-    """The engine samples after the prompt and after each new token: no other logits have anything that follows."""
-    if edit.name == LOGITS and edit.positions is not None and max(edit.positions) < last:
-        raise HookError(f"{edit.name} is formed at the prompt's last position, {last}, and at generated ones; this edits "
-                        f"{_span(tuple(sorted(edit.positions)))} alone", code="not_formed",
-                        hint="edit what they are made of: ln_final.hook_out[pos=...]")
+def _check_formed(edit: Edit, last: int, kept: Want | None) -> None:
+    """The engine forms logits where it samples, after the prompt and after each new token; others are formed to be kept."""
+    if edit.name != LOGITS or edit.positions is None or max(edit.positions) >= last:
+        return
+    if kept is None or kept.positions is not None and not set(kept.positions) & set(edit.positions):
+        raise HookError(f"{edit.name} is formed here at the prompt's last position, {last}, and at generated ones; this edits "
+                        f"{_span(tuple(sorted(edit.positions)))} alone, and nothing follows from them", code="not_formed")
 
 
 def _check_indices(edit: Edit, indices: tuple[int, ...] | None, size: int, what: str) -> None:
