@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import click
 
 from vlens_cli import hooks, models
-from vlens_cli.cli import asking, options, output, prompts, render
+from vlens_cli.cli import asking, complete, options, output, prompts, render
 from vlens_cli.query import CaptureQuery
 
 
@@ -51,7 +51,7 @@ class Typed(NamedTuple):
 
 @click.command("capture", cls=prompts.PromptCommand)
 @options.prompts
-@click.option("--hook", "hooks", multiple=True, required=True, metavar="HOOK", shell_complete=options.complete_hook,
+@click.option("--hook", "hooks", multiple=True, required=True, metavar="HOOK", shell_complete=complete.hook,
               help="A hook point or a pattern, repeatable; quote it: 'blocks.{0,5}.hook_resid_post[pos=-1]'.")
 @options.selectors
 @click.option("--values", is_flag=True, help="Print every value, not only the summary of each position.")

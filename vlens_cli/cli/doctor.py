@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from vlens_cli import __version__
-from vlens_cli.cli import options, output, render
+from vlens_cli.cli import complete, options, output, render
 from vlens_cli.errors import EXIT_FAILED, INSTALL_HINT, QueryError, UsageError, VlensError
 from vlens_cli.query import SCHEMA_VERSION
 
@@ -43,7 +43,7 @@ class Finding(NamedTuple):
 
 
 @click.command("doctor")
-@click.argument("named", required=False, metavar="[MODEL]")
+@click.argument("named", required=False, metavar="[MODEL]", shell_complete=complete.model)
 @click.option("--check-hf", is_flag=True, help="Compare every hook point of the model with transformers, in float32.")
 @options.model
 @options.engine

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vlens_cli.cli import options, output, render
+from vlens_cli.cli import complete, options, output, render
 from vlens_cli.errors import StartError, UsageError
 from vlens_cli.hooks import HookRequest, expand, fold, parse
 from vlens_cli.query import SCHEMA_VERSION
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @click.command("hooks")
-@click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
+@click.argument("patterns", nargs=-1, metavar="[PATTERN]...", shell_complete=complete.hook)
 @click.option("--all", "every", is_flag=True, help="A row for each layer in the table, also without a pattern.")
 @click.option("--aliases", is_flag=True, help="The other names of each hook point, in the table too.")
 @options.output_format

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from vlens_cli import hooks, lens, models
-from vlens_cli.cli import asking, options, output, prompts, render
+from vlens_cli.cli import asking, complete, options, output, prompts, render
 from vlens_cli.errors import UsageError
 from vlens_cli.query import LogitsQuery
 
@@ -103,7 +103,7 @@ class Typed(NamedTuple):
 @click.option("--target-prefix", is_flag=True, help="Of a text that is more than one token, take the first.")
 @click.option("--diff", nargs=2, metavar="A B", help="The logit of A minus the logit of B.")
 @click.option("--loss", is_flag=True, help="How badly the prompt is predicted: nats a token, mean, perplexity.")
-@click.option("--lens", multiple=True, metavar="[POINTS]", help="Each layer's rows through the final norm and the "
+@click.option("--lens", multiple=True, metavar="[POINTS]", shell_complete=complete.lens, help="Each layer's rows through the final norm and the "
               f"unembedding: {', '.join(lens.WORDS)}, or hook points. Default: {lens.DEFAULT}. "
               "--lens=POINTS cannot be taken for a prompt.")
 @click.option("--attribution", is_flag=True, help="What the embedding, every sublayer and every head add to the logit of "

@@ -91,6 +91,9 @@ def run(args: Sequence[str]) -> int:
 def _dispatch(args: list[str]) -> None:
     # Not click's own main(): it swallows a broken pipe anywhere, the engine's included, and exits 1.
     if "_VLENS_COMPLETE" in os.environ:
+        from vlens_cli.cli import shells
+
+        shells.register()
         cli.main(args, prog_name="vlens")
     with cli.make_context("vlens", args) as ctx:
         cli.invoke(ctx)

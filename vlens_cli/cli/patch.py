@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import click
 
 from vlens_cli import hooks, models
-from vlens_cli.cli import asking, options, output, prompts
+from vlens_cli.cli import asking, complete, options, output, prompts
 from vlens_cli.errors import UsageError
 from vlens_cli.query import METRICS, SWEEP_AXES, PatchQuery
 
@@ -65,13 +65,13 @@ class Typed(NamedTuple):
               help="How many of the likeliest tokens to show.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=1, metavar="N",
               help="Tokens to generate, greedily; both continuations are shown.")
-@click.option("--sweep", metavar="AXES", help="A patch from the source at each of: layer, pos, head, or two of them, "
+@click.option("--sweep", metavar="AXES", shell_complete=complete.words(*complete.SWEEPS), help="A patch from the source at each of: layer, pos, head, or two of them, "
               "such as layer,pos.")
-@click.option("--hook", "hooks", multiple=True, metavar="HOOK", shell_complete=options.complete_hook,
+@click.option("--hook", "hooks", multiple=True, metavar="HOOK", shell_complete=complete.hook,
               help="The hook points of a sweep: 'blocks.*.hook_resid_post'.")
-@click.option("-o", "--output", metavar="FILE", help="Write a sweep's grid to FILE.safetensors.")
-@click.option("--svg", metavar="FILE", help="Write a sweep's heat map to FILE.svg.")
-@click.option("--html", metavar="FILE", help="Write a sweep's heat map to FILE.html.")
+@click.option("-o", "--output", metavar="FILE", shell_complete=complete.file, help="Write a sweep's grid to FILE.safetensors.")
+@click.option("--svg", metavar="FILE", shell_complete=complete.file, help="Write a sweep's heat map to FILE.svg.")
+@click.option("--html", metavar="FILE", shell_complete=complete.file, help="Write a sweep's heat map to FILE.html.")
 @options.output_format
 @options.model
 @options.engine
