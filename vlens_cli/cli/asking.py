@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlens_cli.cli import output, render
 from vlens_cli.errors import BugError, UsageError
-from vlens_cli.query import EngineSpec, Query, Reply
+from vlens_cli.query import BOS_NOTE, EngineSpec, Query, Reply
 
 if TYPE_CHECKING:
     from vlens_cli.daemon.client import Asking
@@ -38,6 +38,8 @@ def ask(spec: EngineSpec, query: Query, target: Path | None, how: Asking, check:
 def show(reply: Reply, target: Path | None, as_json: bool, table: Callable[[dict[str, Any]], str]) -> None:
     """Notes and what was saved on stderr, then the body on stdout: JSON, or what `table` makes of it."""
     for note in reply.notes:
+        if note == BOS_NOTE and not output.talks_to_a_person():
+            continue
         output.say(f"note: {render.visible(note)}")
     if target is not None:
         if reply.saved is None:

@@ -49,7 +49,11 @@ def _compared(prompt: dict[str, Any]) -> Iterator[Table | Text]:
         yield line(f"{effect['metric']['name']}: {values}")
     yield line(f"KL(base || patched) after the last prompt token: {number(effect['kl'])} nats")
     if len(prompt["base"]["new_tokens"]) > 1:
-        yield from (line(f"{name} continues: {_continuation(prompt[name])}") for name in ("base", "patched"))
+        for name in ("base", "patched"):
+            yield line(f"{name} continues: {_continuation(prompt[name])}")
+            if (end := prompt[name].get("ended")) is not None and end + 1 < len(prompt[name]["new_tokens"]):
+                yield line(f"  it ended with {_shown(prompt[name]['new_tokens'][end])}, new token {end + 1} of "
+                           f"{len(prompt[name]['new_tokens'])}; what follows was generated all the same")
 
 
 def _token(entry: dict[str, Any]) -> tuple[str, str, str]:

@@ -283,10 +283,11 @@ def _attribution(one: dict[str, Any], pieces: dict[int, str]) -> list[Any]:
     names = [_text(t) for t in one.get("diff") or [one["target"]]]
     title = f"what makes the {one['of']} of {' - '.join(names)} at pos {one['pos']} {pieces.get(one['pos'], '')}"
     shown = [(part["hook"], part["value"], "") for part in one["parts"]]
-    shown += [(f"{part['hook'].replace('hook_attn_out', 'attn')} head {h}", value, "in attn_out")
+    shown += [(f"{part['hook'].replace('hook_attn_out', 'attn')} head {h}", value, "share of its attn_out")
               for part in one["parts"] for h, value in enumerate(part.get("heads", []))]
     shown.sort(key=lambda row: -abs(row[1]) if isinstance(row[1], float) else 0)
-    rows = [("sum", one["sum"], ""), ("constant (biases)", one["constant"], ""), *shown]
+    shares = any("heads" in part for part in one["parts"])
+    rows = [("sum", one["sum"], "without the heads, which their attn_out holds" if shares else ""), ("constant (biases)", one["constant"], ""), *shown]
     table = render.table([("part", "left"), ("adds", "right"), ("", "left")],
                          [(name, render.number(value), note) for name, value, note in rows])
     return [render.line(f"{title}: {render.number(one['logit'])}", "bold"), table]

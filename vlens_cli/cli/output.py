@@ -31,6 +31,11 @@ def on_terminal() -> bool:
     return sys.stdout is not None and sys.stdout.isatty()
 
 
+def talks_to_a_person() -> bool:
+    """Whether standard error is a terminal."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
 def ensure_stderr() -> None:
     """Give a process that was started without standard error one that goes nowhere.
 
@@ -166,7 +171,13 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 def say_saved(path: Path, saved: Saved) -> None:
     """What went into the file of `-o`."""
     plural = "s" * (saved.tensors != 1)
-    say(f"wrote {visible(str(path))}: {saved.tensors} tensor{plural}, {_size(saved.bytes)}")
+    say(f"wrote {name_of(path)}: {saved.tensors} tensor{plural}, {_size(saved.bytes)}")
+
+
+def name_of(path: Path) -> str:
+    """A file as it is named from where the user stands."""
+    here = Path(os.path.realpath(os.curdir))
+    return visible(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def _size(n_bytes: float) -> str:

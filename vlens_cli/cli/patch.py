@@ -64,12 +64,12 @@ class Typed(NamedTuple):
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, metavar="N",
               help="How many of the likeliest tokens to show.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=1, metavar="N",
-              help="Tokens to generate, greedily; both continuations are shown.")
+              help="Tokens to generate, greedily and past the end-of-text token; both continuations are shown.")
 @click.option("--sweep", metavar="AXES", shell_complete=complete.words(*complete.SWEEPS), help="A patch from the source at each of: layer, pos, head, or two of them, "
               "such as layer,pos.")
 @click.option("--hook", "hooks", multiple=True, metavar="HOOK", shell_complete=complete.hook,
               help="The hook points of a sweep: 'blocks.*.hook_resid_post'.")
-@click.option("-o", "--output", metavar="FILE", shell_complete=complete.file, help="Write a sweep's grid to FILE.safetensors.")
+@click.option("-o", "--output", metavar="FILE", shell_complete=complete.file, help="Write each run's logits after the prompt, or a sweep's grid, to FILE.safetensors.")
 @click.option("--svg", metavar="FILE", shell_complete=complete.file, help="Write a sweep's heat map to FILE.svg.")
 @click.option("--html", metavar="FILE", shell_complete=complete.file, help="Write a sweep's heat map to FILE.html.")
 @options.output_format
@@ -122,7 +122,7 @@ def _query(asked: Typed) -> PatchQuery:
 def _axes(asked: Typed) -> tuple[str, ...]:
     """The axes of `--sweep`; raises UsageError for options that belong to a sweep without one, or the other way."""
     if asked.sweep is None:
-        alone = [name for name, given in (("--hook", asked.hooks), ("-o", asked.output), ("--svg", asked.svg),
+        alone = [name for name, given in (("--hook", asked.hooks), ("--svg", asked.svg),
                                           ("--html", asked.html)) if given]  # fmt: skip
         if alone:
             raise UsageError(f"{alone[0]} is for a sweep, and --sweep is not given", hint="add --sweep layer,pos")

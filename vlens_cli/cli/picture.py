@@ -96,7 +96,7 @@ def write(body: dict[str, Any], targets: dict[str, Path]) -> None:
     for kind, path in targets.items():
         with output.whole_file(path) as file:
             file.write((drawn if kind == "svg" else page(body, drawn)).encode())
-        output.say(f"wrote {visible(str(path))}")
+        output.say(f"wrote {output.name_of(path)}")
 
 
 def svg(body: dict[str, Any]) -> str:
