@@ -1,6 +1,7 @@
 # make demo    set up .venv and ask the first question      make bench   run the benchmarks
 # make test    the same environment, and the tests          make clean   remove what make made
 # make test-gpu    the checks that need a GPU      make bench-gpu   the benchmarks that do: with the python of $(GPU_PYTHON)
+# make readme  write the outputs of README.md's examples anew, and what is generated in it
 # make install-completions   for bash, zsh and fish, where each looks for a user's own
 # make test-peers   the tests against TransformerLens, which it installs into the same environment
 #
@@ -16,7 +17,7 @@ BIN := .venv/bin
 BEGUN := .venv/.begun
 PROMPT := The Eiffel Tower is located in the city of
 
-.PHONY: demo test test-peers test-gpu bench bench-gpu clean install-completions
+.PHONY: demo test test-peers test-gpu bench bench-gpu clean install-completions readme
 
 demo: .venv/.installed
 	$(BIN)/vlens capture --table --hook blocks.3.hook_resid_post "$(PROMPT)"
@@ -26,6 +27,10 @@ test: .venv/.installed-test
 
 test-peers: .venv/.installed-peers
 	$(BIN)/python -m pytest tests/driver/test_bridge.py
+
+readme: .venv/.installed-test
+	$(BIN)/python -m vlens_cli.cli.generate --write
+	$(BIN)/python tests/driver/readme.py --write
 
 DATA := $(or $(XDG_DATA_HOME),$(HOME)/.local/share)
 CONFIG := $(or $(XDG_CONFIG_HOME),$(HOME)/.config)

@@ -25,7 +25,7 @@ def test_files_are_current():
 
 
 def test_a_stale_file_is_seen(tmp_path):
-    (tmp_path / "README.md").write_text(f"before\n\n{generate.TABLE}| `OLD` | x | y |\n\nafter\n")
+    (tmp_path / "README.md").write_text(f"before\n\n{generate.TABLE}| `OLD` | x | y | z |\n\nafter\n")
     written = [*(tmp_path / "completions" / name for name in SHELLS.values()), tmp_path / "README.md"]
     assert generate.stale(tmp_path) == written
     generate.write(tmp_path)

@@ -1,4 +1,4 @@
-"""`python tests/driver/readme.py --write|--check`: README.md's examples, run, with the output that is in it or is now.
+"""`python tests/driver/readme.py --write|--check` (`make readme`): README.md's examples, run, with the output that is in it or is now.
 
 An indented block is an example where its first line begins with `$ `, `vlens ` or `>>> `:
 
@@ -30,6 +30,7 @@ COLUMNS = 120
 PATIENCE = 600
 # What is another in each run: ids, times, memory, versions, addresses of this machine.
 MASKS = ((r"pid \d+", "pid N"), (r"^ *\d+(?=  SmolLM2)", "N"), (r"\d+(\.\d+)? (s|min|GB|GiB)\b", "N \\2"), (r"/[\w./-]*/", "/…/"))
+SIGNS = ("$ ", "vlens ", ">>> ")
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 # One process of Python for a block: the sources of its statements in, what each printed out.
@@ -62,13 +63,15 @@ def examples(text: str) -> Iterator[list[Example]]:
         while at < len(lines) and (lines[at].startswith(INDENT) or (at > begin and not lines[at] and _goes_on(lines, at))):
             at += 1
         block = [line[len(INDENT) :] for line in lines[begin:at]]
-        if block and block[0].startswith(("$ ", "vlens ", ">>> ")):
+        if block and block[0].startswith(SIGNS):
             yield list(_parts(block, begin + 1))
         at += at == begin
 
 
 def _goes_on(lines: list[str], at: int) -> bool:
-    return at + 1 < len(lines) and lines[at + 1].startswith(INDENT)
+    """Whether the block has more behind an empty line; another sign begins another block."""
+    following = lines[at + 1 : at + 2]
+    return bool(following) and following[0].startswith(INDENT) and not following[0].startswith(tuple(INDENT + sign for sign in SIGNS))
 
 
 def _parts(block: list[str], number: int) -> Iterator[Example]:

@@ -176,11 +176,12 @@ def _settings() -> Iterator[Finding]:
     from vlens_cli import env
 
     try:
-        found = [f"{one.variable.name}={one.value}" for one in env.settings() if one.is_set]
+        found = [f"{one.variable.name}={one.value}" + ("" if one.origin == one.variable.name else f" ({one.origin})")
+                 for one in env.settings() if one.is_set]
     except VlensError as fault:
         yield Finding("settings", "problem", fault.message, fault.hint)
         return
-    yield Finding("settings", "ok", ", ".join(found) or "no VLENS_* variable is set")
+    yield Finding("settings", "ok", ", ".join(found) or "all are the defaults")
 
 
 def _hub() -> Iterator[Finding]:

@@ -18,7 +18,7 @@ from vlens_cli.cli import output
 from vlens_cli.errors import EXIT_INTERRUPTED, EXIT_OK, BugError, QueryError, UsageError, VlensError
 
 # Each is a module of this folder with a `command`, loaded when it is asked for.
-COMMANDS = ("capture", "patch", "logits", "param", "hooks", "engine", "doctor", "completions")
+COMMANDS = ("capture", "patch", "logits", "param", "hooks", "engine", "doctor", "config", "completions")
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
