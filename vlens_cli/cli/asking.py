@@ -23,6 +23,20 @@ def file_of(name: str | None, save_dtype: str | None) -> Path | None:
     return None
 
 
+def pictures_of(svg: str | None, html: str | None) -> dict[str, Path]:
+    """The files that `--svg` and `--html` name, by kind. Raises PathError where one cannot be written."""
+    return {kind: output.check_target(name, f".{kind}", f"--{kind}")
+            for kind, name in (("svg", svg), ("html", html)) if name is not None}
+
+
+def draw(reply: Reply, pictures: dict[str, Path]) -> None:
+    """What a reply holds as pictures, into their files. Raises QueryError where it holds none."""
+    if pictures:
+        from vlens_cli.cli import picture
+
+        picture.write(reply.body, pictures)
+
+
 def ask(spec: EngineSpec, query: Query, target: Path | None, how: Asking, check: Callable[[], None] = lambda: None
         ) -> Reply:
     """The engine's reply; its tensors go into `target`, whole or not at all. `check` is `client.ask`'s."""

@@ -94,13 +94,30 @@ def _maybe(value: float | str | None) -> str:
 def _swept(sweep: dict[str, Any]) -> Iterator[Table | Text]:
     yield line(visible(f"source: {' '.join(map(_shown, sweep['source_tokens']))}"))
     yield line()
-    yield line(visible(picture.title(sweep)))
+    yield from heat_map(picture.maps_of({"sweep": sweep})[0], f"how far from the base, + above it, - below it; the largest change "
+                        f"is {number(picture.grid_of(sweep).span)}")
+
+
+def heat_map(one: picture.Map, legend: str) -> Iterator[Table | Text]:
+    """A heat map for the terminal: numbers, shades that are read without colour, and colours where there are."""
     shades = SHADES if _utf8() else PLAIN_SHADES
-    yield line(f"{shades} how far from the base, + above it, - below it; the largest change is "
-               f"{number(picture.grid_of(sweep).span)}")
-    for block in _blocks(picture.grid_of(sweep)):
+    yield line(visible(one.title))
+    yield line(f"{shades} {legend}")
+    for block in _blocks(one.grid):
         yield line()
-        yield _heat_map(block, sweep["base"], shades)
+        yield _block(one, block, shades)
+
+
+def norms(body: dict[str, Any]) -> str:
+    """The reply of `vlens capture --map`: for each prompt and kind of hook point its norms, layer by token."""
+    model = body["model"]
+    parts = [line(visible(f"{model['name']} ({model['family']}, {model['dtype']})"))]
+    for place, prompt in enumerate(body["prompts"]):
+        parts += [line(), line(render.heading(prompt, place, len(body["prompts"])), "bold")]
+        parts += [line(visible(text)) for text in render.fired(prompt)]
+        for one in picture.norms(prompt):
+            parts += [line(), *heat_map(one, f"from the least, {number(one.base)}, to the largest")]
+    return render.draw(*parts)
 
 
 def _blocks(grid: picture.Grid) -> Iterator[picture.Grid]:
@@ -124,7 +141,7 @@ def _columns(grid: picture.Grid, begin: int, end: int) -> picture.Grid:
     return grid._replace(columns=grid.columns[begin:end], values=[row[begin:end] for row in grid.values])
 
 
-def _heat_map(grid: picture.Grid, base: picture.Value, shades: str) -> Table:
+def _block(one: picture.Map, grid: picture.Grid, shades: str) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -133,11 +150,11 @@ def _heat_map(grid: picture.Grid, base: picture.Value, shades: str) -> Table:
     for label in grid.columns:
         drawn.add_column(Text(label), justify="right", no_wrap=True)
     for label, row in zip(grid.rows, grid.values, strict=True):
-        drawn.add_row(Text(label), *(_cell(grid, value, base, shades) for value in row))
+        drawn.add_row(Text(label), *(_cell(one, value, shades) for value in row))
     return drawn
 
 
-def _cell(grid: picture.Grid, value: picture.Value, base: picture.Value, shades: str) -> Text:
+def _cell(one: picture.Map, value: picture.Value, shades: str) -> Text:
     """The number and a shade of how far it is from the base, coloured where the terminal has colours."""
     from rich.color import Color
     from rich.style import Style
@@ -145,8 +162,8 @@ def _cell(grid: picture.Grid, value: picture.Value, base: picture.Value, shades:
 
     if value is None:
         return Text("")
-    shade = grid.shade(value, base)
-    level = round(abs(shade) * len(shades))
+    shade = one.shade(value)
+    level = min(len(shades), round(abs(shade) * len(shades)))
     mark = shades[level - 1] + ("+" if shade > 0 else "-") if level else "  "
     fill = picture.colour(shade)
     style = Style(color=picture.ink(fill), bgcolor=Color.from_rgb(*fill))

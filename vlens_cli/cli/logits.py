@@ -70,6 +70,8 @@ class Typed(NamedTuple):
     lens: tuple[str, ...]
     attribution: bool
     values: bool
+    svg: str | None
+    html: str | None
     expressions: tuple[str, ...]
     specs: tuple[str, ...]
     sources: tuple[str, ...]
@@ -109,6 +111,7 @@ class Typed(NamedTuple):
 @click.option("--attribution", is_flag=True, help="What the embedding, every sublayer and every head add to the logit of "
               "the targets, or to the difference, with the final norm's scale as it is.")
 @click.option("--values", is_flag=True, help="Print every logit.")
+@options.pictures
 @options.interventions
 @options.output_format
 @options.saving
@@ -128,11 +131,13 @@ def command(**typed: Any) -> None:
     as_json = output.wants_json(asked.as_json, asked.as_table)
     _check(asked)
     query = _query(asked)
+    pictures = asking.pictures_of(asked.svg, asked.html)
     target = asking.file_of(asked.output, asked.save_dtype)
     how = options.asking(asked.keep_alive, asked.timeout, asked.no_daemon)
     model = models.resolve(asked.model)
     spec = options.spec(model, asked._asdict())
     reply = asking.ask(spec, query, target, how, partial(_check_model, query, model.config))
+    asking.draw(reply, pictures)
     asking.show(reply, target, as_json, table)
 
 
@@ -143,6 +148,8 @@ def _check(asked: Typed) -> None:
     for text in (*asked.targets, *(asked.diff or ())):
         if not text:
             raise UsageError("a target is empty", hint='--target " Paris"')
+    if (asked.svg or asked.html) and not asked.lens:
+        raise UsageError(f"{'--svg' if asked.svg else '--html'} draws the lens, and --lens is not given", hint="add --lens")
     if asked.attribution and not (asked.targets or asked.diff):
         raise UsageError("--attribution explains a logit, and none is named",
                          hint='--target " Paris", or --diff " Paris" " Rome"')

@@ -161,3 +161,9 @@ saving = together(
     click.option("--save-dtype", type=click.Choice(["float32", "float16", "bfloat16"]),
                  help="Cast what -o writes. Default: the engine's own dtype."),
 )  # fmt: skip
+
+pictures = together(
+    click.option("--svg", metavar="FILE", shell_complete=complete.file, help="Draw it into FILE.svg."),
+    click.option("--html", metavar="FILE", shell_complete=complete.file,
+                 help="Draw it into FILE.html, a page that needs no network and says what the mouse is on."),
+)  # fmt: skip

@@ -29,6 +29,8 @@ class Typed(NamedTuple):
     as_json: bool
     as_table: bool
     output: str | None
+    svg: str | None
+    html: str | None
     model: str | None
     dtype: str
     max_len: int | None
@@ -57,6 +59,7 @@ class Typed(NamedTuple):
               help="Read a checkpoint of *.bin files, which are pickled (weights only).")
 @options.output_format
 @click.option("-o", "--output", metavar="FILE", shell_complete=complete.file, help="Write the tensors to FILE.safetensors, under the names as asked.")
+@options.pictures
 @options.model
 @options.engine_spec
 @options.residency
@@ -78,6 +81,7 @@ def command(**typed: Any) -> None:
         weights.show_list(asked, as_json)
         return
     _check(asked)
+    pictures = asking.pictures_of(asked.svg, asked.html)
     target = asking.file_of(asked.output, None)
     live = asked.source == "engine" or asked.dtype != "auto"
     reply = None if live else _read(asked, target, as_json)
@@ -85,6 +89,7 @@ def command(**typed: Any) -> None:
         from vlens_cli.cli import weights
 
         reply = weights.ask(asked, target, live)
+    asking.draw(reply, pictures)
     asking.show(reply, target, as_json, render.params)
 
 

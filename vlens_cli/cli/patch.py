@@ -88,16 +88,12 @@ def command(**typed: Any) -> None:
     as_json = output.wants_json(asked.as_json, asked.as_table)
     query = _query(asked)
     target = asking.file_of(asked.output, None)
-    pictures = {kind: output.check_target(name, f".{kind}", f"--{kind}")
-                for kind, name in (("svg", asked.svg), ("html", asked.html)) if name is not None}
+    pictures = asking.pictures_of(asked.svg, asked.html)
     how = options.asking(asked.keep_alive, asked.timeout, asked.no_daemon)
     model = models.resolve(asked.model)
     spec = options.spec(model, asked._asdict())
     reply = asking.ask(spec, query, target, how, partial(_check, query, model.config))
-    if pictures:
-        from vlens_cli.cli import picture
-
-        picture.write(reply.body, pictures)
+    asking.draw(reply, pictures)
     asking.show(reply, target, as_json, _table)
 
 
