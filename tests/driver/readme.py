@@ -28,8 +28,8 @@ ROOT = Path(__file__).parents[2]
 INDENT = "    "
 COLUMNS = 120
 PATIENCE = 600
-# What is another in each run: ids, times, memory, versions, addresses of this machine.
-MASKS = ((r"pid \d+", "pid N"), (r"^ *\d+(?=  SmolLM2)", "N"), (r"\d+(\.\d+)? (s|min|GB|GiB)\b", "N \\2"), (r"/[\w./-]*/", "/…/"))
+# What is another in each run or place: process ids, times, sizes, folders.
+MASKS = ((r"pid \d+", "pid N"), (r"^ *\d+(?=  SmolLM2)", "N"), (r"\d+(\.\d+)? (s|min|kB|MB|GB|GiB)\b", "N \\2"), (r"/[\w./-]*/", "/…/"))
 SIGNS = ("$ ", "vlens ", ">>> ")
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
@@ -139,7 +139,7 @@ class Bench:
             os.close(mine)
             code = process.wait(PATIENCE)
             said.seek(0)
-            text = said.read() + shown.decode().replace("\r\n", "\n")
+            text = said.read() + re.sub(r"\x1b\[[0-9;]*m", "", shown.decode().replace("\r\n", "\n"))
         if code and "echo $?" not in one.source and "error: " not in one.shown:
             raise RuntimeError(f"line {one.line}: {one.source}\nexit code {code}: {text}")
         return "\n".join(line.rstrip() for line in text.rstrip().split("\n"))

@@ -68,11 +68,12 @@ class Typed(NamedTuple):
 def command(**typed: Any) -> None:
     """Activations of each PROMPT at hook points.
 
-    Prompts are arguments, lines of files (-f), token ids (--tokens), or standard input (-).
-
     \b
     vlens capture --hook blocks.3.hook_resid_post "The Eiffel Tower is in"
     vlens capture --hook 'blocks.*.attn.hook_z' --pos -1 --head 3 -o z.safetensors "The Eiffel Tower is in"
+    vlens capture --hook 'blocks.*.hook_resid_post' --map --html norms.html "The Eiffel Tower is in"
+
+    Prompts are arguments, lines of files (-f), token ids (--tokens), or standard input (-).
     """
     asked = Typed(**typed)
     as_json = output.wants_json(asked.as_json, asked.as_table)

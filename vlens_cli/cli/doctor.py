@@ -51,12 +51,12 @@ class Finding(NamedTuple):
 def command(named: str | None, check_hf: bool, as_json: bool, as_table: bool, **typed: Any) -> None:
     """Look for what keeps vlens from answering: packages, memory, folders, engines, the model.
 
-    Exit code 1 where something does. With --check-hf, the largest relative error of every hook point against
-    transformers, and exit code 1 where one is larger than the dtype explains.
-
     \b
     vlens doctor
     vlens doctor --check-hf -m ./my-model
+
+    Exit code 1 where something does. With --check-hf, the largest relative error of every hook point against
+    transformers, and exit code 1 where one is larger than the dtype explains.
     """
     as_json = output.wants_json(as_json, as_table)
     if named is not None and typed["model"] is not None:

@@ -142,15 +142,18 @@ def _columns(grid: picture.Grid, begin: int, end: int) -> picture.Grid:
 
 
 def _block(one: picture.Map, grid: picture.Grid, shades: str) -> Table:
+    from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
 
     drawn = Table(box=None, pad_edge=False, show_edge=False, padding=(0, 1))
-    drawn.add_column("", no_wrap=True)
-    for label in grid.columns:
-        drawn.add_column(Text(label), justify="right", no_wrap=True)
-    for label, row in zip(grid.rows, grid.values, strict=True):
-        drawn.add_row(Text(label), *(_cell(one, value, shades) for value in row))
+    rows = [[Text(label), *(_cell(one, value, shades) for value in row)] for label, row in zip(grid.rows, grid.values, strict=True)]
+    for n, label in enumerate(["", *grid.columns]):
+        # Rich would cut what is wider than the terminal.
+        least = max(cell_len(label), *(row[n].cell_len for row in rows))
+        drawn.add_column(Text(label), justify="right" if n else "left", no_wrap=True, min_width=least)
+    for row in rows:
+        drawn.add_row(*row)
     return drawn
 
 

@@ -29,8 +29,12 @@ def command(
 ) -> None:
     """The hook points of a model, and the ones it does not give.
 
-    Needs no engine. A PATTERN chooses: 'blocks.3.*' (the whole block; elsewhere `*` stops at a dot, as in captures),
-    'blocks.*.attn.hook_q', ln_final.hook_scale.
+    \b
+    vlens hooks
+    vlens hooks 'blocks.3.*'
+    vlens hooks --aliases 'blocks.*.attn.hook_q' -m ./my-model
+
+    Needs no engine. 'blocks.3.*' is the whole block; elsewhere `*` stops at a dot, as in captures.
     """
     as_json = output.wants_json(as_json, as_table)
     requests = tuple(map(_parsed, patterns))

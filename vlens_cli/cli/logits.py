@@ -120,12 +120,12 @@ class Typed(NamedTuple):
 def command(**typed: Any) -> None:
     """What the model says of the next token, at each position of each PROMPT.
 
-    Prompts are arguments, lines of files (-f), token ids (--tokens), or standard input (-).
-
     \b
     vlens logits --pos -1 --target " Paris" "The Eiffel Tower is in the city of"
     vlens logits --lens --pos -1 "The Eiffel Tower is in the city of"
     vlens logits --loss -f texts.txt
+
+    Prompts are arguments, lines of files (-f), token ids (--tokens), or standard input (-).
     """
     asked = Typed(**typed)
     as_json = output.wants_json(asked.as_json, asked.as_table)
@@ -163,7 +163,7 @@ def _query(asked: Typed) -> LogitsQuery:
         prompts=prompts.collect(given, chat=asked.chat, system=asked.system, bos=asked.bos),
         pos=asked.pos,
         top=asked.top,
-        targets=asked.targets,
+        targets=tuple(map(prompts.as_utf8, asked.targets)),
         target_prefix=asked.target_prefix,
         diff=asked.diff or None,
         loss=asked.loss,

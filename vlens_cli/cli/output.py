@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import click
 
-from vlens_cli.cli.render import to_json, visible
+from vlens_cli.cli.render import from_here, to_json, visible
 from vlens_cli.errors import PathError, QueryError, UsageError, VlensError
 from vlens_cli.query import SCHEMA_VERSION, Saved
 
@@ -32,8 +32,9 @@ def on_terminal() -> bool:
 
 
 def talks_to_a_person() -> bool:
-    """Whether standard error is a terminal."""
-    return sys.stderr is not None and sys.stderr.isatty()
+    """Whether standard error is a terminal that somebody reads: some CI systems give a log's writer one."""
+    in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
+    return sys.stderr is not None and sys.stderr.isatty() and not in_ci
 
 
 def ensure_stderr() -> None:
@@ -66,9 +67,9 @@ def say(text: str) -> None:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """A function that shows what is waited for, in one line of the terminal that is gone afterwards; off a terminal
-    it does nothing."""
-    if not sys.stderr.isatty():
+    """A function that shows what is waited for, in one line of the terminal that is gone afterwards; where a line cannot be
+    taken back, or nobody watches, it does nothing."""
+    if not talks_to_a_person() or os.environ.get("TERM") == "dumb":
         yield lambda text: None
         return
     # A copy of the descriptor: the client points the original elsewhere while the engine talks.
@@ -176,8 +177,7 @@ def say_saved(path: Path, saved: Saved) -> None:
 
 def name_of(path: Path) -> str:
     """A file as it is named from where the user stands."""
-    here = Path(os.path.realpath(os.curdir))
-    return visible(str(path.relative_to(here) if path.is_relative_to(here) else path))
+    return visible(from_here(str(path)))
 
 
 def _size(n_bytes: float) -> str:

@@ -66,12 +66,12 @@ class Typed(NamedTuple):
 def command(**typed: Any) -> None:
     """Weights, by their TransformerLens, checkpoint or engine names.
 
-    `*` in a NAME stands for anything; brackets choose: [head=3], [0:10].
-
     \b
     vlens param blocks.0.attn.W_Q
     vlens param 'blocks.*.attn.W_O[head=3]' -o wo.safetensors
     vlens param --list '*.0.*'
+
+    `*` in a NAME stands for anything; brackets choose: [head=3], [0:10].
     """
     asked = Typed(**typed)
     as_json = output.wants_json(asked.as_json, asked.as_table)

@@ -78,11 +78,12 @@ class Typed(NamedTuple):
 def command(**typed: Any) -> None:
     """The effect of interventions on what comes after each PROMPT: base against patched.
 
-    With --sweep, the effect of patching one prompt from its --source, at each layer and position or head.
-
     \b
     vlens patch -i 'blocks.8.hook_resid_post[pos=1] = @source' --source "Rome is in" "Paris is in"
+    vlens patch -i 'blocks.10.hook_resid_post += 4 * steer.safetensors:happy' --max-tokens 20 "I feel"
     vlens patch --sweep layer,pos --hook 'blocks.*.hook_resid_post' --source "Rome is in" "Paris is in"
+
+    With --sweep, the effect of patching one prompt from its --source, at each layer and position or head.
     """
     asked = Typed(**typed)
     as_json = output.wants_json(asked.as_json, asked.as_table)
@@ -103,7 +104,7 @@ def _query(asked: Typed) -> PatchQuery:
     return PatchQuery(
         prompts=prompts.collect(given, chat=asked.chat, system=asked.system, bos=asked.bos),
         interventions=options.interventions_of(asked, source_is_read=False),
-        targets=asked.targets,
+        targets=tuple(map(prompts.as_utf8, asked.targets)),
         target_prefix=asked.target_prefix,
         metric=asked.metric,
         top=asked.top,

@@ -93,7 +93,9 @@ def title(sweep: dict[str, Any]) -> str:
 
 def value(number_: Value) -> str:
     """Three significant digits."""
-    return "" if number_ is None else f"{number_:.3g}" if isinstance(number_, float | int) else number(number_)
+    if number_ is None or isinstance(number_, str) or not math.isfinite(number_):
+        return "" if number_ is None else number(number_)
+    return f"{number_:.3g}"
 
 
 class Map(NamedTuple):
@@ -271,7 +273,7 @@ def _cells(one: Map, left: float, top: float, cell: float) -> Iterator[str]:
 def _cell(one: Map, r: int, c: int, x: float, y: float, width: float) -> str:
     shown = one.grid.values[r][c]
     fill = colour(one.shade(shown))
-    exact = shown if isinstance(shown, str) else repr(shown)
+    exact = repr(shown) if isinstance(shown, float | int) and math.isfinite(shown) else number(shown)
     text = f" {one.texts[r][c]}," if one.texts else ""
     said = _xml(f"{one.grid.rows[r]}, {one.grid.columns[c]}:{text} {exact}")
     return (
