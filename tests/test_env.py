@@ -143,6 +143,7 @@ def test_settings_show_what_is_in_force(bare: Path, monkeypatch: pytest.MonkeyPa
     assert rows == {"VLENS_MODEL": ("x", True), "VLENS_CACHE": (str(bare / ".cache/vlens"), False),
                     "VLENS_CONFIG": (str(bare / ".config/vlens/vlens.toml"), False), "VLENS_LOG": ("0", False),
                     "VLENS_RUNTIME": ("", False), "VLENS_KEEP_ALIVE": ("15m", False), "VLENS_KEEP": ("1", False),
+                    "VLENS_SLEEP": ("5m", False),
                     "VLENS_DEBUG": ("0", False)}
 
 

@@ -28,7 +28,7 @@ def test_every_command_has_help(shell, command, flag):
     assert done.stdout.startswith(f"Usage: vlens {command} ")
 
 
-@pytest.mark.parametrize("words", [*((command,) for command in COMMANDS), *(("engine", verb) for verb in ("start", "status", "stop", "log"))])
+@pytest.mark.parametrize("words", [*((command,) for command in COMMANDS), *(("engine", verb) for verb in ("start", "status", "sleep", "stop", "log"))])
 def test_help_begins_with_examples(words):
     """What it is in a sentence, then what to type."""
     command = cli

@@ -69,7 +69,7 @@ def status(as_json: bool, as_table: bool) -> None:
 
 
 @command.command("sleep")
-@options.model
+@options.running
 def sleep(model: str | None) -> None:
     """Move the weights of the engines of a model, or of all, to the host's memory; the next query wakes them.
 

@@ -135,7 +135,8 @@ engine_spec = together(
     click.option("--chunk", type=click.IntRange(min=1), metavar="N", help="Most tokens that one forward takes."),
     click.option("--compile", "compiled", is_flag=True, help="Keep compilation and CUDA graphs on, with hook points built "
                  "in: fast generation, fewer points, a slower start."),
-    click.option("--compile-hooks", multiple=True, metavar="PATTERNS", help="Which points --compile builds in, repeatable. "
+    click.option("--compile-hooks", multiple=True, metavar="PATTERNS", shell_complete=complete.hook,
+                 help="Which points --compile builds in, repeatable. "
                  "Default: hook_embed, resid_post, attn_out and mlp_out of every block, ln_final.hook_out."),
     click.option("--compile-buffer", type=click.IntRange(min=1), metavar="MIB", help="Device memory for what --compile "
                  "captures in one step and for edits. Default: 256."),
