@@ -179,6 +179,13 @@ def test_a_map_in_place_of_tables(shell):
     assert "norm of blocks.{i}.hook_resid_post" in done.stdout and "layer 3" in done.stdout and "largest |value|" not in done.stdout
 
 
+def test_a_map_leaves_no_hook_out(shell):
+    done = shell.fake("capture", "--hook", "blocks.1.attn.hook_pattern", "--hook", "hook_embed", "--map", "--table", "hello")
+    assert "norm of hook_embed" in done.stdout and "blocks.1.attn.hook_pattern  [head 4" in done.stdout and "head 3" in done.stdout
+    large = capture(hook_embed={key: value for key, value in hook(row(0, 1.0)).items() if key != "rows"})
+    assert "hook_embed: its statistics were left out beside the file" in effects.norms(large)
+
+
 def test_pictures_of_a_capture_leave_the_reply_as_it_is(shell):
     asked = ("capture", "--hook", "blocks.1.attn.hook_pattern", "--json", "hello")
     drawn = shell.fake(*asked[:-1], "--svg", "a.svg", "--html", "a.html", "hello")

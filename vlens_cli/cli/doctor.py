@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -145,6 +143,8 @@ def _engine_imports() -> Iterator[Finding]:
 
 def _run_module(module: str, job: dict[str, Any] | None = None) -> dict[str, Any] | str:
     """The JSON that a module of ours prints in a process of its own; or the last line of what it said instead."""
+    import subprocess
+
     try:
         done = subprocess.run([sys.executable, "-m", module], input=json.dumps(job), capture_output=True, text=True,
                               timeout=None if job else IMPORT_PATIENCE, env=_environment())
@@ -260,6 +260,8 @@ def _model(named: str | None, proofs: list[dict[str, Any]]) -> Iterator[Finding]
 
 def _readable(model: Model) -> Iterator[Finding]:
     """Raises VlensError for a model that no engine of this version would take."""
+    import shlex
+
     from vlens_cli import checkpoint, families, memory
     from vlens_cli.driver import boot, room
     from vlens_cli.query import EngineSpec
@@ -272,7 +274,8 @@ def _readable(model: Model) -> Iterator[Finding]:
     yield Finding("model", "ok", f"{model.name}: {catalog.family}, {catalog.n_layers} layers, {plan.dtype}, prompts of up to "
                   f"{plan.max_len} tokens; an engine takes about {memory.gigabytes(needs)}")
     if catalog.spec.differs:
-        yield Finding("model", "note", f"its values in vLLM differ from transformers': {catalog.spec.differs}")
+        yield Finding("model", "note", f"its values in vLLM differ from transformers': {catalog.spec.differs}",
+                      f"vlens doctor --check-hf -m {shlex.quote(str(model.folder))}")
     if needs > free and not memory.gpus():
         yield Finding("memory for it", "problem", f"{memory.gigabytes(free)} are free", "vlens engine stop, or a smaller --max-len")
 
@@ -284,6 +287,8 @@ def _compared(typed: dict[str, Any]) -> dict[str, Any]:
     """Every hook point of one short prompt, by the resident engine and by transformers."""
     if typed["no_daemon"] or typed["one_chunk"]:
         raise UsageError("doctor takes neither --no-daemon nor --one-chunk", hint="leave it out")
+    import tempfile
+
     from vlens_cli import models
 
     model = models.resolve(typed["model"])

@@ -117,6 +117,11 @@ def norms(body: dict[str, Any]) -> str:
         parts += [line(visible(text)) for text in render.fired(prompt)]
         for one in picture.norms(prompt):
             parts += [line(), *heat_map(one, f"from the least, {number(one.base)}, to the largest")]
+        for name, hook in prompt["hooks"].items():
+            if not hook.get("rows"):
+                parts += [line(), line(f"{name}: its statistics were left out beside the file")]
+            elif hook["axes"][-1] == "key":
+                parts += [line(), *render.attention(name, hook, render.pieces_of(prompt))]
     return render.draw(*parts)
 
 

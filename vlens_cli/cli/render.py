@@ -238,6 +238,11 @@ _SHADES = ((0, "·", ".", "grey50"), (1, "░", ":", "#4a6fe3"), (10, "▒", "+"
            (66, "█", "@", "#fde725"))
 
 
+def attention(name: str, hook: dict[str, Any], pieces: dict[int, str]) -> list[Table | Text]:
+    """Scores or patterns of one hook point, with their title."""
+    return [line(_title(name, hook), "bold"), *_attention_tables(hook, pieces)]
+
+
 def _attention_tables(hook: dict[str, Any], pieces: dict[int, str]) -> list[Table | Text]:
     """Scores or patterns: for each head a row a query position; of patterns with a heat map over the keys."""
     rows = hook["rows"]
