@@ -46,10 +46,10 @@ def test_what_counts_as_the_same(shown, printed, equal):
 
 
 def test_a_stale_example_is_written_anew(tmp_path, demo_model):
-    text = "one\n\n    $ echo hello; echo 2.5\n    old\n    older\n\n    >>> 1 + 1\n    3\n\ntwo\n\n    $ printf 'a\\n\\nb\\n'\n\nthree\n"
+    text = "one\n\n    $ echo hello; echo 2.5\n    old\n    older\n\n    >>> 1 + 1\n    2\n\ntwo\n\n    $ printf 'a\\n\\nb\\n'\n\nthree\n"
     made = readme.Bench(tmp_path, demo_model)
     assert [wrong.splitlines()[0] for wrong in readme.stale(text, made)] == [
-        "line 3: echo hello; echo 2.5", "line 11: printf 'a\\n\\nb\\n'"]
+        "line 3: echo hello; echo 2.5", "line 12: printf 'a\\n\\nb\\n'"]
     now = readme.current(text, made)
     assert "    $ echo hello; echo 2.5\n    hello\n    2.5\n\n" in now and now.endswith("b\\n'\n    a\n\n    b\n\nthree\n")
     assert readme.stale(now, made) == []
