@@ -72,13 +72,10 @@ printf 'WORDS'; printf ' <%s>' "$@"; echo ' END'
         seen = self._until(" END", after="WORDS")
         return seen[seen.rindex("WORDS") + 6 : seen.rindex(" END")]
 
-    def listed(self, line: str, wanted: str) -> str:
-        """What is on the terminal when `wanted` has been shown behind a line with TABs; the line is given up then."""
+    def listed(self, line: str, *wanted: str) -> str:
+        """What is on the terminal when each of `wanted` has been shown behind a line with TABs, which is the shell's last."""
         self._type(line, enter=False)
-        seen = self._until(wanted)
-        self._type("\x03\x03" if self.name == "fish" else "\x03", enter=False)
-        self._until(self.READY)
-        return seen
+        return [self._until(each) for each in wanted][-1]
 
     def _type(self, line: str, enter: bool = True) -> None:
         self._seen = b""
