@@ -1,6 +1,8 @@
 # make demo    set up .venv and ask the first question      make bench   run the benchmarks
 # make test    the same environment, and the tests          make clean   remove what make made
 # make test-gpu    the checks that need a GPU      make bench-gpu   the benchmarks that do: with the python of $(GPU_PYTHON)
+# make readme  write the outputs of README.md's examples anew, and what is generated in it
+# make install-completions   for bash, zsh and fish, where each looks for a user's own
 # make test-peers   the tests against TransformerLens, which it installs into the same environment
 #
 # PYTHON=python3.12 chooses the interpreter (3.11 or newer), EXTRA=cpu or cuda the engine.
@@ -15,7 +17,7 @@ BIN := .venv/bin
 BEGUN := .venv/.begun
 PROMPT := The Eiffel Tower is located in the city of
 
-.PHONY: demo test test-peers test-gpu bench bench-gpu clean
+.PHONY: demo test test-peers test-gpu bench bench-gpu clean install-completions readme
 
 demo: .venv/.installed
 	$(BIN)/vlens capture --table --hook blocks.3.hook_resid_post "$(PROMPT)"
@@ -25,6 +27,19 @@ test: .venv/.installed-test
 
 test-peers: .venv/.installed-peers
 	$(BIN)/python -m pytest tests/driver/test_bridge.py
+
+readme: .venv/.installed-test
+	$(BIN)/python -m vlens_cli.cli.generate --write
+	$(BIN)/python tests/driver/readme.py --write
+
+DATA := $(or $(XDG_DATA_HOME),$(HOME)/.local/share)
+CONFIG := $(or $(XDG_CONFIG_HOME),$(HOME)/.config)
+
+install-completions:
+	install -D -m 644 completions/vlens.bash $(DATA)/bash-completion/completions/vlens
+	install -D -m 644 completions/_vlens $(DATA)/zsh/site-functions/_vlens
+	install -D -m 644 completions/vlens.fish $(CONFIG)/fish/completions/vlens.fish
+	@echo "zsh: fpath+=($(DATA)/zsh/site-functions) stands in ~/.zshrc before compinit"
 
 bench: .venv/.installed-test
 	@set -e; for script in $(filter-out tests/bench/gpu.py,$(wildcard tests/bench/*.py)); do echo "$$script"; $(BIN)/python "$$script"; done

@@ -143,6 +143,7 @@ def test_settings_show_what_is_in_force(bare: Path, monkeypatch: pytest.MonkeyPa
     assert rows == {"VLENS_MODEL": ("x", True), "VLENS_CACHE": (str(bare / ".cache/vlens"), False),
                     "VLENS_CONFIG": (str(bare / ".config/vlens/vlens.toml"), False), "VLENS_LOG": ("0", False),
                     "VLENS_RUNTIME": ("", False), "VLENS_KEEP_ALIVE": ("15m", False), "VLENS_KEEP": ("1", False),
+                    "VLENS_SLEEP": ("5m", False),
                     "VLENS_DEBUG": ("0", False)}
 
 
@@ -162,4 +163,75 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
 def test_what_is_no_count_of_engines_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("VLENS_KEEP", text)
     with pytest.raises(UsageError, match="VLENS_KEEP"):
+        env.keep()
+
+
+# Files: the project's before the user's
+
+
+def test_the_nearest_project_file_comes_before_the_users(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    user = write_config(bare, 'model = "user"\nkeep_alive = "1h"\n')
+    inner = bare / "project" / "a" / "b"
+    inner.mkdir(parents=True)
+    monkeypatch.chdir(inner)
+    assert env.default_model() == ("user", str(user))
+    project = bare / "project" / "vlens.toml"
+    project.write_text('model = "./weights"\nkeep = 2\n')
+    assert env.default_model() == (str(project.parent / "weights"), str(project))
+    assert (env.keep(), env.keep_alive_text()) == (2, "1h")
+    origins = {one.variable.key: one.origin for one in env.settings() if one.is_set}
+    assert origins == {"model": str(project), "keep": str(project), "keep_alive": str(user)}
+    (inner / "vlens.toml").write_text("")
+    assert env.default_model() == ("user", str(user))
+    monkeypatch.setenv("VLENS_MODEL", "variable")
+    assert env.default_model() == ("variable", "VLENS_MODEL")
+
+
+def test_a_named_file_is_the_only_one(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_config(bare, 'keep = 3\n')
+    monkeypatch.chdir(bare)
+    (bare / "vlens.toml").write_text("keep = 2\n")
+    (bare / "named.toml").write_text("")
+    assert env.keep() == 2
+    monkeypatch.setenv("VLENS_CONFIG", str(bare / "named.toml"))
+    assert env.keep() == 1 and env.project_file() is None
+
+
+@pytest.mark.parametrize("key", ["cache", "runtime"])
+def test_a_project_does_not_choose_where_the_users_files_lie(bare: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.chdir(bare)
+    (bare / "vlens.toml").write_text(f'{key} = "/somewhere"\n')
+    with pytest.raises(PathError, match=f"line 1: {key} is for the user's own file"):
+        env.settings()
+    (bare / "vlens.toml").unlink()
+    write_config(bare, f'{key} = "/somewhere"\n')
+    assert {one.variable.key: one.value for one in env.settings()}[key] == "/somewhere"
+
+
+def test_a_project_file_of_another_user_does_not_count(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(bare)
+    (bare / "vlens.toml").write_text('model = "theirs"\n')
+    monkeypatch.setattr("os.getuid", lambda: 12345)
+    seen = Path.stat
+    monkeypatch.setattr(Path, "stat", lambda self, **more: type("Stat", (), {
+        "st_uid": 54321, "st_mode": seen(self, **more).st_mode})() if self.name == "vlens.toml" else seen(self, **more))
+    assert env.project_file() is None
+
+
+def test_a_file_from_windows(bare: Path) -> None:
+    write_config(bare, b'\xef\xbb\xbfmodel = "demo"\r\nkeep = 2\r\n')
+    assert env.default_model()[0] == "demo" and env.keep() == 2
+
+
+@pytest.mark.parametrize(("text", "said"), [("keep = 1.5\n", "keep is not a text"), ("keep = true\n", "keep is not a text"),
+                                            ("model = 3\n", "model is not a text")])
+def test_values_of_another_kind(bare: Path, text: str, said: str) -> None:
+    write_config(bare, text)
+    with pytest.raises(PathError, match=said):
+        env.keep()
+
+
+def test_a_count_in_a_file_that_is_none_names_the_file(bare: Path) -> None:
+    path = write_config(bare, "keep = 0\n")
+    with pytest.raises(UsageError, match=f"keep in {path}"):
         env.keep()

@@ -1,6 +1,8 @@
-"""Every VLENS_* variable: its name, its default, its meaning; and the readers that give their values.
+"""Every setting: its variable, its key in a config file, its default, its meaning; and the readers that give their values.
 
-An empty variable counts as one that is not set. The README's table and `doctor` are made from `VARIABLES`.
+A variable of the environment comes first, then the project's `vlens.toml` (of this folder or the nearest one above it),
+then the user's, then the default. An empty variable counts as one that is not set. The README's table, `vlens config` and
+`doctor` are made from `VARIABLES`.
 """
 
 from __future__ import annotations
@@ -16,48 +18,60 @@ DEMO = "demo"
 
 
 class Variable(NamedTuple):
-    """One row of the table. `default` is what a reader of the documentation is told, not a value to compute with."""
+    """One row of the table. `default` is what a reader of the documentation is told, not a value to compute with.
+
+    key      in a config file; none where a file cannot set it
+    project  whether a project's file may set it: what comes with a clone must not choose where files of the user lie
+    """
 
     name: str
     default: str
     meaning: str
+    key: str = ""
+    project: bool = False
 
 
-MODEL = Variable("VLENS_MODEL", "the config file's `model`, else the demo model",
-                 "model that is used when --model is not given: a folder, a hub name, or `demo`")
-CACHE = Variable("VLENS_CACHE", "$XDG_CACHE_HOME/vlens or ~/.cache/vlens",
-                 "folder where the demo model is kept")
-CONFIG = Variable("VLENS_CONFIG", "$XDG_CONFIG_HOME/vlens/vlens.toml or ~/.config/vlens/vlens.toml",
-                  "config file, TOML; its key: `model`")
-RUNTIME = Variable("VLENS_RUNTIME", "$XDG_RUNTIME_DIR/vlens or /tmp/vlens-UID",
-                   "folder of the resident engines' sockets, status files and logs")
+MODEL = Variable("VLENS_MODEL", "the demo model",
+                 "model that is used when --model is not given: a folder, a hub name, or `demo`", "model", True)
 KEEP_ALIVE = Variable("VLENS_KEEP_ALIVE", "15m", "how long a resident engine stays after its last query: 90s, 15m, 2h, "
-                      "0, forever")
-KEEP = Variable("VLENS_KEEP", "1", "how many resident engines may stay at once; beyond it idle ones stop, oldest first")
+                      "0, forever", "keep_alive", True)
+KEEP = Variable("VLENS_KEEP", "1", "how many resident engines may stay at once; beyond it idle ones stop, oldest first",
+                "keep", True)
 SLEEP = Variable("VLENS_SLEEP", "5m", "how long after its last query a resident engine on a GPU moves its weights to the "
-                 "host's memory, until the next: 90s, 5m, 2h, 0, forever")
+                 "host's memory, until the next: 90s, 5m, 2h, 0, forever", "sleep")
+CACHE = Variable("VLENS_CACHE", "$XDG_CACHE_HOME/vlens or ~/.cache/vlens", "folder where the demo model is kept", "cache")
+RUNTIME = Variable("VLENS_RUNTIME", "$XDG_RUNTIME_DIR/vlens or /tmp/vlens-UID",
+                   "folder of the resident engines' sockets, status files and logs", "runtime")
+CONFIG = Variable("VLENS_CONFIG", "vlens.toml here or above, then $XDG_CONFIG_HOME/vlens/vlens.toml or "
+                  "~/.config/vlens/vlens.toml", "config file, TOML; named here, it is the only one that is read")
 LOG = Variable("VLENS_LOG", "0", "with --no-daemon, 1 lets the engine's own log through, on stderr")
-
 DEBUG = Variable("VLENS_DEBUG", "0", "1 shows the traceback of every error, on stderr")
 
-VARIABLES = (MODEL, CACHE, CONFIG, RUNTIME, KEEP_ALIVE, KEEP, SLEEP, LOG, DEBUG)
-CONFIG_KEYS = ("model",)
+VARIABLES = (MODEL, KEEP_ALIVE, KEEP, SLEEP, CACHE, RUNTIME, CONFIG, LOG, DEBUG)
+KEYS = {each.key: each for each in VARIABLES if each.key}
+DEFAULT = "default"
+FILE_NAME = "vlens.toml"
 
 
 class Setting(NamedTuple):
-    """A variable as it stands in this process: the value in force, and whether the environment gave it."""
+    """A variable as it stands in this process: the value in force, and where it was set: the environment's variable, a
+    config file, or `default`."""
 
     variable: Variable
     value: str
-    is_set: bool
+    origin: str
+
+    @property
+    def is_set(self) -> bool:
+        return self.origin != DEFAULT
 
 
 def settings() -> list[Setting]:
-    """Every variable with the value in force, for `doctor`. Raises what the readers raise."""
+    """Every variable with the value in force. Raises what the readers raise."""
     values = {MODEL: default_model()[0], CACHE: str(cache_folder()), CONFIG: str(config_file()),
               RUNTIME: str(runtime_folder() or ""), KEEP_ALIVE: keep_alive_text(), KEEP: str(keep()), SLEEP: sleep_text(),
               LOG: str(int(engine_log())), DEBUG: str(int(debug()))}
-    return [Setting(variable, values[variable], _get(variable) is not None) for variable in VARIABLES]
+    return [Setting(variable, values[variable], _found(variable)[1]) for variable in VARIABLES]
 
 
 def default_model() -> tuple[str, str]:
@@ -65,51 +79,70 @@ def default_model() -> tuple[str, str]:
 
     Raises PathError for a config file that cannot be used.
     """
-    if model := _get(MODEL):
-        return model, MODEL.name
-    path = config_file()
-    if model := _read_config(path).get("model"):
-        # A path in a file means the same wherever the user stands.
-        return (str(path.parent / model) if model.startswith(("./", "../")) else model), str(path)
-    return DEMO, "default"
+    model, where = _found(MODEL)
+    if model is None:
+        return DEMO, where
+    # A path in a file means the same wherever the user stands.
+    return (str(Path(where).parent / model) if where != MODEL.name and model.startswith(("./", "../")) else model), where
 
 
 def cache_folder() -> Path:
     """The folder where vlens keeps models; it may not exist yet. Raises PathError without a home."""
-    if named := _get(CACHE):
+    if named := _found(CACHE)[0]:
         return _absolute(named)
     return _xdg("XDG_CACHE_HOME", ".cache") / "vlens"
 
 
 def config_file() -> Path:
-    """The config file's path; it may not exist. Raises PathError without a home."""
+    """The user's config file, or the one that is named; it may not exist. Raises PathError without a home."""
     if named := _get(CONFIG):
         return _absolute(named)
-    return _xdg("XDG_CONFIG_HOME", ".config") / "vlens" / "vlens.toml"
+    return _xdg("XDG_CONFIG_HOME", ".config") / "vlens" / FILE_NAME
+
+
+def project_file() -> Path | None:
+    """The nearest `vlens.toml` of this folder and those above it, if there is one that counts: not where a file is named,
+    and none of another user's, who would choose the model."""
+    if _get(CONFIG) is not None:
+        return None
+    try:
+        here = Path.cwd()
+    except OSError:  # the folder is gone
+        return None
+    for folder in (here, *here.parents):
+        path = folder / FILE_NAME
+        try:
+            if path.is_file():
+                return path if path.stat().st_uid in (0, os.getuid()) else None
+        except OSError:
+            continue
+    return None
 
 
 def runtime_folder() -> Path | None:
-    """The folder that VLENS_RUNTIME names; None where the usual one is meant."""
-    named = _get(RUNTIME)
+    """The folder that VLENS_RUNTIME, or a file, names; None where the usual one is meant."""
+    named = _found(RUNTIME)[0]
     return _absolute(named) if named else None
 
 
 def keep_alive_text() -> str:
-    """What VLENS_KEEP_ALIVE says, or its default; `seconds` reads it."""
-    return _get(KEEP_ALIVE) or KEEP_ALIVE.default
+    """What is set, or the default; `seconds` reads it."""
+    return _found(KEEP_ALIVE)[0] or KEEP_ALIVE.default
 
 
 def keep() -> int:
     """How many engines may stay. Raises UsageError for what is no count."""
-    text = _get(KEEP) or KEEP.default
+    found, where = _found(KEEP)
+    text = found or KEEP.default
     if not text.isdigit() or int(text) < 1:
-        raise UsageError(f"{KEEP.name} is not a number of engines: {text}", hint=f"{KEEP.name}=2")
+        raise UsageError(f"{KEEP.name if where == KEEP.name else f'keep in {where}'} is not a number of engines: {text}",
+                         hint=f"{KEEP.name}=2")
     return int(text)
 
 
 def sleep_text() -> str:
     """What VLENS_SLEEP says, or its default."""
-    return _get(SLEEP) or SLEEP.default
+    return _found(SLEEP)[0] or SLEEP.default
 
 
 def sleep_after() -> float | None:
@@ -145,6 +178,16 @@ def _get(variable: Variable) -> str | None:
     return os.environ.get(variable.name) or None
 
 
+def _found(variable: Variable) -> tuple[str | None, str]:
+    """(value, where it was set), from the environment or a file; (None, `default`)."""
+    if (value := _get(variable)) is not None:
+        return value, variable.name
+    for path in filter(None, (project_file(), config_file())) if variable.key else ():
+        if (value := _read_config(path).get(variable.key)) is not None:
+            return value, str(path)
+    return None, DEFAULT
+
+
 def _xdg(variable: str, usual: str) -> Path:
     base = os.environ.get(variable, "")
     # The XDG specification: a relative path there is invalid and must be ignored.
@@ -161,7 +204,8 @@ def _absolute(named: str) -> Path:
 def _read_config(path: Path) -> dict[str, str]:
     """The config file's keys; none where there is no file, unless VLENS_CONFIG names it."""
     try:
-        text = path.read_text(encoding="utf-8")
+        # utf-8-sig: Windows editors begin a file with a mark.
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as fault:
         if _get(CONFIG) is None:
             return {}
@@ -180,18 +224,22 @@ def _read_config(path: Path) -> dict[str, str]:
 
 
 def _checked(path: Path, fields: dict[str, object]) -> dict[str, str]:
-    """Refuse what would otherwise be passed over in silence: an unknown key, a value that is no text."""
+    """Refuse what would otherwise be passed over in silence: an unknown key, a value of another kind."""
+    of_user = path == config_file()
     for key, value in fields.items():
-        if key not in CONFIG_KEYS:
-            raise _bad_config(path, f"{_line_of(path, key)}: unknown key {key}")
-        if not isinstance(value, str):
-            raise _bad_config(path, f"{_line_of(path, key)}: {key} is not a text in quotes")
+        if key not in KEYS:
+            raise _bad_config(path, f"{_line_of(path, key)}: unknown key {key}", f"the keys are {', '.join(KEYS)}")
+        if not of_user and not KEYS[key].project:
+            raise _bad_config(path, f"{_line_of(path, key)}: {key} is for the user's own file, and this is a project's",
+                              f"put it into {config_file()}, or set {KEYS[key].name}")
+        count = key in (KEEP.key, KEEP_ALIVE.key, SLEEP.key) and type(value) is int
+        if not isinstance(value, str) and not count:
+            raise _bad_config(path, f"{_line_of(path, key)}: {key} is not a text in quotes", f'{key} = "..."')
     return {key: str(value) for key, value in fields.items()}
 
 
-def _bad_config(path: Path, what: str) -> PathError:
-    return PathError(f"bad config file {path}, {what}", hint='a line looks like this: model = "org/name"',
-                     code="bad_config")
+def _bad_config(path: Path, what: str, hint: str = 'a line looks like this: model = "org/name"') -> PathError:
+    return PathError(f"bad config file {path}, {what}", hint=hint, code="bad_config")
 
 
 def _placed(message: str) -> str:
@@ -204,6 +252,6 @@ def _placed(message: str) -> str:
 
 def _line_of(path: Path, key: str) -> str:
     """Where a key stands, for the message: the first line that names it."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8-sig").splitlines()
     number = next((n for n, line in enumerate(lines, 1) if re.match(rf"\s*\[*\s*[\"']?{re.escape(key)}\b", line)), 1)
     return f"line {number}"

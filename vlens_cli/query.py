@@ -18,6 +18,8 @@ METRICS = ("logit_diff", "prob", "recovery")
 SWEEP_AXES = ("layer", "pos", "head")
 # The progress line after which a query fails, and no longer the start of its engine.
 RUNNING = "running"
+# Said to people, who may compare with TransformerLens' numbers; true of nearly every command, and no news to a script.
+BOS_NOTE = "no BOS token is fed, as this tokenizer has it; TransformerLens would prepend one (--bos does)"
 
 
 @dataclass(frozen=True)

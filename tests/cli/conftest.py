@@ -21,7 +21,7 @@ def user_state(tmp_path_factory, monkeypatch):
     """No test sees or changes what the user has: configuration, caches, models."""
     for name in list(os.environ):
         ours = name.startswith(("VLENS_", "HF_", "XDG_", "_VLENS", "FAKE"))
-        if ours or name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
+        if ours or name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "CI"):
             monkeypatch.delenv(name)
     home = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("HOME", str(home))

@@ -302,7 +302,7 @@ def test_the_file_and_the_line_about_it(shell, hook):
     written = (shell.folder / "a.safetensors").read_bytes()
     assert json.loads(done.stdout)["command"] == "capture"
     path = shell.folder.resolve() / "a.safetensors"
-    assert done.stderr.splitlines()[-1] == f"wrote {path}: 1 tensor, {len(written)} bytes"
+    assert done.stderr.splitlines()[-1] == f"wrote {path.name}: 1 tensor, {len(written)} bytes"
     assert written == b"what the engine wrote"
     assert os.listdir(shell.folder) == ["a.safetensors"]
 

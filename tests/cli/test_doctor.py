@@ -37,6 +37,7 @@ def test_broken_packages_are_problems_and_the_exit_code_says_so(shell, tmp_path)
         finding = found[f"import {name}"]
         assert finding["state"] == "problem" and f"{name}.so: undefined symbol" in finding["found"]
         assert "pip install" in finding["mend"]
+    assert all(finding["mend"] for finding in body["findings"] if finding["state"] != "ok")
     assert found["demo model"]["state"] == "note" and found["python"]["state"] == "ok"
     assert "switched off by HF_HUB_OFFLINE" in found["hub"]["found"]
     table = shell.real("doctor", "--table", env={"PYTHONPATH": path}).stdout

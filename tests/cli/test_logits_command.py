@@ -108,8 +108,10 @@ def test_the_tables_show_every_part(run):
     assert "loss 1.5 nats a token, perplexity 4.48" in run.out
     assert lines.count("lens: likeliest token, probability") == 1 and '" Paris" 0.75' in run.out
     parts = [line.split() for line in lines[lines.index(next(line for line in lines if "what makes" in line)) :]]
-    values = [row[-3] if row[-2:] == ["in", "attn_out"] else row[-1] for row in parts if row][3:]
-    assert values == ["12.5", "0", "-10.5", "-9.25", "2", "-1.25"]
+    values = [row[-5] if row[-1:] == ["attn_out"] else row[-1] for row in parts if row][4:]
+    assert values == ["0", "-10.5", "-9.25", "2", "-1.25"]
+    assert any(line.split() == ["sum", "12.5", *"without the heads, which their attn_out holds".split()] for line in lines)
+    assert any(line.split() == ["blocks.0.attn", "head", "0", "-9.25", "share", "of", "its", "attn_out"] for line in lines)
 
 
 def test_a_number_that_is_not_finite_is_shown(monkeypatch, run):

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from vlens_cli import __version__
-from vlens_cli.cli.main import COMMANDS
+from vlens_cli.cli.main import COMMANDS, cli
 
 HEAVY = ("torch", "numpy", "vllm", "transformers", "huggingface_hub", "safetensors")
 
@@ -26,6 +26,18 @@ def test_every_command_has_help(shell, command, flag):
     done = shell.real(command, flag)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"Usage: vlens {command} ")
+
+
+@pytest.mark.parametrize("words", [*((command,) for command in COMMANDS), *(("engine", verb) for verb in ("start", "status", "sleep", "stop", "log"))])
+def test_help_begins_with_examples(words):
+    """What it is in a sentence, then what to type."""
+    command = cli
+    for word in words:
+        command = command.get_command(None, word)
+    summary, examples, *_ = [part for part in inspect.cleandoc(command.help).split("\n\n") if part]
+    assert summary.endswith(".") and examples.startswith("\b\n")
+    for line in examples.splitlines()[1:]:
+        assert " ".join(("vlens", *words)) in line
 
 
 def test_vlens_alone_lists_the_commands(shell):
@@ -262,6 +274,43 @@ def test_a_locale_without_unicode(shell):
         assert "Z\\" in done.stdout and done.stdout.isascii()
         if form == "--json":
             assert json.loads(done.stdout)["prompts"][0]["text"] == "Zürich"
+
+
+@pytest.mark.parametrize("env", [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"PYTHONIOENCODING": "latin-1"},
+                                 {"PYTHONIOENCODING": "cp1252"}])
+def test_locales_of_another_time(shell, env):
+    """Every table and every error, of texts that these encodings lack."""
+    prompt = "Zürich 東京 שלום"
+    for args in (["capture", "--hook", "blocks.1.attn.hook_pattern", "--table", prompt], ["capture", "--hook", "hook_embed", "--map",
+                  "--table", prompt], ["hooks", "--table"], ["--help"], ["config", "--table"]):
+        done = shell.fake(*args, env=env, errors="backslashreplace")
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    done = shell.fake("capture", "--hook", "hook_embed", "--json", prompt, env=env)
+    assert json.loads(done.stdout)["prompts"][0]["text"] == prompt
+    done = shell.fake("capture", "--hook", "hook_東京", prompt, env=env, errors="backslashreplace")
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"CI": "true"}])
+def test_no_progress_where_a_line_cannot_be_taken_back_or_nobody_looks(shell, hook, env):
+    shown = on_terminal(shell, "capture", "--hook", hook, "hello", env=env)
+    assert b"loading weights" not in shown and (b"\x1b" not in shown or "CI" in env)
+    assert b"loading weights" in on_terminal(shell, "capture", "--hook", hook, "hello")
+
+
+@pytest.mark.parametrize("columns", ["1", "20", "80", "0", "wide"])
+def test_any_width_of_the_terminal(shell, hook, columns):
+    shown = on_terminal(shell, "capture", "--hook", hook, "--map", "hello", env={"COLUMNS": columns, "NO_COLOR": "1"})
+    assert shown.count(b"NaN") == 3 and b"Traceback" not in shown and b"layer 3" in shown
+    assert shown.count(rb'" \x1b[31m[bold]\u202e\n"') == 3 and "…".encode() not in shown
+
+
+def test_prompts_and_specs_from_windows(shell, hook):
+    (shell.folder / "p.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
+    (shell.folder / "s.json").write_bytes(b'\xef\xbb\xbf[{"hook": "hook_embed",\r\n "op": "suppress"}]\r\n')
+    done = shell.fake("capture", "--hook", hook, "-f", "p.txt", "--spec", "s.json", env={"FAKE": "echo"})
+    query = json.loads(done.stdout)["query"]
+    assert [prompt["text"] for prompt in query["prompts"]] == ["one", "two"] and len(query["interventions"]["expressions"]) == 1
 
 
 def test_module_and_script_are_one(shell):

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlens_cli.cli import output, render
+from vlens_cli.cli import asking, output, render
 from vlens_cli.errors import QueryError
+from vlens_cli.query import BOS_NOTE, Reply, Saved
 
 
 def test_a_write_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
@@ -66,3 +67,19 @@ def test_json_round_trips(value):
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_table_numbers_have_six_digits(value):
     assert math.isclose(float(render.number(value)), value, rel_tol=5.1e-6, abs_tol=0) or abs(value) < 1e-300
+
+
+def test_what_only_people_care_for_is_said_on_a_terminal(monkeypatch, capsys):
+    reply = Reply({}, (BOS_NOTE, "two BOS"))
+    asking.show(reply, None, True, str)
+    assert capsys.readouterr().err == "note: two BOS\n"
+    monkeypatch.setattr(output, "talks_to_a_person", lambda: True)
+    asking.show(reply, None, True, str)
+    assert capsys.readouterr().err == f"note: {BOS_NOTE}\nnote: two BOS\n"
+
+
+def test_a_file_is_named_as_it_is_seen_from_here(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    output.say_saved(tmp_path / "a.safetensors", Saved(1, 10))
+    output.say_saved(tmp_path.parent / "b.safetensors", Saved(2, 10))
+    assert capsys.readouterr().err == f"wrote a.safetensors: 1 tensor, 10 bytes\nwrote {tmp_path.parent}/b.safetensors: 2 tensors, 10 bytes\n"

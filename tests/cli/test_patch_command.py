@@ -108,7 +108,6 @@ def test_a_query_of_another_shape_is_refused(change):
         ([], "nothing is patched"),
         (["--source", "x"], "nothing is patched"),
         (["--hook", "hook_embed"], "--hook is for a sweep"),
-        (["-o", "a.safetensors", "-i", SET, "--source", "x"], "-o is for a sweep"),
         (["--svg", "a.svg", "-i", SET, "--source", "x"], "--svg is for a sweep"),
         (["--sweep", "layer,depth", *SWEEP[2:]], "over one or two of layer, pos, head: layer,depth"),
         (["--sweep", "layer,layer", *SWEEP[2:]], "over one or two"),
@@ -144,6 +143,18 @@ def test_base_against_patched_as_a_table(run):
     (difference,) = (line for line in lines if line[:1] == ["difference"])
     assert difference == ["difference", "1.5", "-4", "-5", "-5.5"]
     assert run.err == "note: a note\n"
+
+
+def test_a_continuation_that_has_ended_says_so(run):
+    prompt = COMPARED["prompts"][0]
+    run.body = COMPARED | {"prompts": [prompt | {"base": prompt["base"] | {"ended": 0}, "patched": prompt["patched"] | {"ended": None}}]}
+    run("--table", "-i", SET, "--source", "x", "hello")
+    assert run.out.count("it ended with") == 1
+    assert '  it ended with " Paris", new token 1 of 2; what follows was generated all the same' in run.out
+
+
+def test_the_file_of_a_comparison(run):
+    assert run("-i", SET, "--source", "x", "-o", "runs.safetensors", "hello") and "1 tensor" in run.err
 
 
 def test_one_token_is_no_continuation_and_no_targets_no_table(run):

@@ -605,7 +605,7 @@ def test_ctrl_c_during_the_forward(model, tmp_path):
     command = [*shell.VLENS, "capture", "--no-daemon", *options, "-m", str(model), "-f", str(tmp_path / "long.jsonl")]
     ours, theirs = pty.openpty()
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": theirs}
-    with shell.started(command, tmp_path, **streams) as (process, traces):
+    with shell.started(command, tmp_path, {"CI": "", "TERM": "xterm"}, **streams) as (process, traces):
         os.close(theirs)
         shown = read_until(ours, "running", 90)
         assert "running" in shown, shown

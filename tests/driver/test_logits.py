@@ -150,6 +150,27 @@ def test_a_softcap_is_behind_what_is_explained(ask, engines, tiny, tmp_path, fam
     assert logit_error(tensors["logits"], ended(folder, {"x": captured}, tmp_path)["x"]) <= 1e-5
 
 
+def test_the_file_holds_the_lens_and_the_attribution(ask, tiny):
+    fields = {"lens": ("resid_post", "mlp_out"), "targets": ("#300",), "diff": ("#7", "#8"), "attribution": True, "pos": "2,-1"}
+    body, tensors = ask("llama", SHORT, LONG, **fields)
+    assert len(tensors) == 2 * (1 + 8 + 2)
+    for n, prompt in enumerate(body["prompts"]):
+        for one in prompt["lens"]:
+            kept = tensors[f"{n}/lens/{one['hook']}"]
+            assert kept.shape == (2, 512)
+            assert [row["targets"][0]["logit"] for row in one["positions"]] == kept[:, 300].tolist()
+            assert [row["top"][0]["id"] for row in one["positions"]] == kept.argmax(1).tolist()
+        assert torch.allclose(tensors[f"{n}/lens/blocks.3.hook_resid_post"], tensors[f"{n}/logits"], rtol=1e-5, atol=1e-5)
+        parts, heads = tensors[f"{n}/attribution"], tensors[f"{n}/attribution/heads"]
+        assert parts.shape == (2, 2, 9) and heads.shape == (2, 2, 4, 4)
+        for k, one in enumerate(prompt["attribution"]):
+            assert parts[k // 2, k % 2].tolist() == [torch.tensor(part["value"]).item() for part in one["parts"]]
+            logit = one["logit"]
+            assert abs(parts[k // 2, k % 2].sum().item() + one["constant"] - logit) < 1e-4 * max(1, abs(logit))
+            shares = [part["heads"] for part in one["parts"] if "heads" in part]
+            assert torch.equal(heads[k // 2, k % 2], torch.tensor(shares))
+
+
 def test_an_attribution_says_what_each_head_does(ask, engines, tiny):
     """Against transformers' weights: a head's columns of the output projection, the final norm's weight, the unembedding."""
     folder = tiny("llama")

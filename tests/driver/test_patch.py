@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load, load_file
 
 from vlens_cli.driver.session import Session
+from vlens_cli.driver.tokens import Tokens
 from vlens_cli.query import EngineSpec, Interventions, PatchQuery, Prompt
 
 EIFFEL, COLOSSEUM = "The Eiffel Tower is located in the city of", "The Colosseum is located in the city of"
@@ -116,6 +117,32 @@ def test_patching_a_run_with_itself_changes_nothing(session, demo_model):
     effect = body["prompts"][0]["effect"]
     assert abs(effect["targets"][0]["change"]) <= 1e-5 * effect["targets"][0]["base"]["logit"]
     assert abs(effect["kl"]) < 1e-8
+
+
+def test_a_file_holds_the_logits_of_each_run(session, tiny, tmp_path):
+    with open(tmp_path / "runs.safetensors", "w+b") as into:
+        body = ask(session(tiny("llama")), Prompt(tokens=tuple(PROMPT)), ["blocks.1.hook_mlp_out = @source"],
+                   Prompt(tokens=tuple(SOURCE)), into, top=512, max_new_tokens=3)
+        into.seek(0)
+        kept = load(into.read())
+    assert set(kept) == {*(f"{run}/logits" for run in ("base", "patched", "source")), "base/new_tokens", "patched/new_tokens"}
+    for run in ("base", "patched", "source"):
+        top = sorted(body["prompts"][0][run]["top"], key=lambda token: token["id"])
+        assert kept[f"{run}/logits"].tolist() == [token["logit"] for token in top]
+    for run in ("base", "patched"):
+        assert kept[f"{run}/new_tokens"].tolist() == [token["id"] for token in body["prompts"][0][run]["new_tokens"]]
+
+
+@pytest.mark.parametrize(("files", "ended"), [
+    ({"generation_config.json": {"eos_token_id": [7, 9]}, "config.json": {"eos_token_id": 3}}, 2),
+    ({"generation_config.json": {}, "config.json": {"eos_token_id": 3}}, 1),
+    ({"config.json": {"eos_token_id": 4}}, None),
+    ({"config.json": {}}, None),
+])
+def test_where_a_continuation_has_ended(tmp_path, files, ended):
+    for name, fields in files.items():
+        (tmp_path / name).write_text(json.dumps(fields))
+    assert Tokens(str(tmp_path)).ended([1, 3, 9, 7]) == ended
 
 
 # Every swept point, on a tiny model

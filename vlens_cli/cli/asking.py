@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlens_cli.cli import output, render
 from vlens_cli.errors import BugError, UsageError
-from vlens_cli.query import EngineSpec, Query, Reply
+from vlens_cli.query import BOS_NOTE, EngineSpec, Query, Reply
 
 if TYPE_CHECKING:
     from vlens_cli.daemon.client import Asking
@@ -21,6 +21,20 @@ def file_of(name: str | None, save_dtype: str | None) -> Path | None:
     if save_dtype is not None:
         raise UsageError("--save-dtype is for the file of -o, and -o is not given", hint="add -o FILE.safetensors")
     return None
+
+
+def pictures_of(svg: str | None, html: str | None) -> dict[str, Path]:
+    """The files that `--svg` and `--html` name, by kind. Raises PathError where one cannot be written."""
+    return {kind: output.check_target(name, f".{kind}", f"--{kind}")
+            for kind, name in (("svg", svg), ("html", html)) if name is not None}
+
+
+def draw(reply: Reply, pictures: dict[str, Path]) -> None:
+    """What a reply holds as pictures, into their files. Raises QueryError where it holds none."""
+    if pictures:
+        from vlens_cli.cli import picture
+
+        picture.write(reply.body, pictures)
 
 
 def ask(spec: EngineSpec, query: Query, target: Path | None, how: Asking, check: Callable[[], None] = lambda: None
@@ -38,6 +52,8 @@ def ask(spec: EngineSpec, query: Query, target: Path | None, how: Asking, check:
 def show(reply: Reply, target: Path | None, as_json: bool, table: Callable[[dict[str, Any]], str]) -> None:
     """Notes and what was saved on stderr, then the body on stdout: JSON, or what `table` makes of it."""
     for note in reply.notes:
+        if note == BOS_NOTE and not output.talks_to_a_person():
+            continue
         output.say(f"note: {render.visible(note)}")
     if target is not None:
         if reply.saved is None:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import click
 
 from vlens_cli import hooks, models
-from vlens_cli.cli import asking, options, output, prompts, render
-from vlens_cli.query import CaptureQuery
+from vlens_cli.cli import asking, complete, options, output, prompts, render
+from vlens_cli.query import CaptureQuery, Reply
 
 
 class Typed(NamedTuple):
@@ -26,6 +26,9 @@ class Typed(NamedTuple):
     head: str | None
     dim: str | None
     values: bool
+    as_map: bool
+    svg: str | None
+    html: str | None
     expressions: tuple[str, ...]
     specs: tuple[str, ...]
     sources: tuple[str, ...]
@@ -51,10 +54,12 @@ class Typed(NamedTuple):
 
 @click.command("capture", cls=prompts.PromptCommand)
 @options.prompts
-@click.option("--hook", "hooks", multiple=True, required=True, metavar="HOOK", shell_complete=options.complete_hook,
+@click.option("--hook", "hooks", multiple=True, required=True, metavar="HOOK", shell_complete=complete.hook,
               help="A hook point or a pattern, repeatable; quote it: 'blocks.{0,5}.hook_resid_post[pos=-1]'.")
 @options.selectors
 @click.option("--values", is_flag=True, help="Print every value, not only the summary of each position.")
+@click.option("--map", "as_map", is_flag=True, help="In place of tables, each hook's norms as a heat map, layer by token.")
+@options.pictures
 @options.interventions
 @options.output_format
 @options.saving
@@ -63,22 +68,45 @@ class Typed(NamedTuple):
 def command(**typed: Any) -> None:
     """Activations of each PROMPT at hook points.
 
-    Prompts are arguments, lines of files (-f), token ids (--tokens), or standard input (-).
-
     \b
     vlens capture --hook blocks.3.hook_resid_post "The Eiffel Tower is in"
     vlens capture --hook 'blocks.*.attn.hook_z' --pos -1 --head 3 -o z.safetensors "The Eiffel Tower is in"
+    vlens capture --hook 'blocks.*.hook_resid_post' --map --html norms.html "The Eiffel Tower is in"
+
+    Prompts are arguments, lines of files (-f), token ids (--tokens), or standard input (-).
     """
     asked = Typed(**typed)
     as_json = output.wants_json(asked.as_json, asked.as_table)
     requests = _requests(asked)
     query = _query(asked)
+    pictures = asking.pictures_of(asked.svg, asked.html)
     target = asking.file_of(asked.output, asked.save_dtype)
     how = options.asking(asked.keep_alive, asked.timeout, asked.no_daemon)
     model = models.resolve(asked.model)
     spec = options.spec(model, asked._asdict())
     reply = asking.ask(spec, query, target, how, partial(_check, requests, query, model.config))
-    asking.show(reply, target, as_json, render.capture)
+    asking.draw(reply, pictures)
+    asking.show(_without_values(reply, asked), target, as_json, _norms if asked.as_map else render.capture)
+
+
+def _norms(body: dict[str, Any]) -> str:
+    from vlens_cli.cli import effects
+
+    return effects.norms(body)
+
+
+def _draws_patterns(asked: Typed) -> bool:
+    """Whether pictures of attention alone are asked: their cells are the values themselves, and not a norm."""
+    names = [name.partition("[")[0].rpartition(".")[2] for name in asked.hooks]
+    return bool(asked.svg or asked.html) and all(name in ("hook_pattern", "hook_attn_scores") for name in names)
+
+
+def _without_values(reply: Reply, asked: Typed) -> Reply:
+    """The reply without the values that the pictures alone were to have."""
+    if not asked.values and _draws_patterns(asked):
+        for row in (row for prompt in reply.body["prompts"] for hook in prompt["hooks"].values() for row in hook.get("rows", ())):
+            row.pop("values", None)
+    return reply
 
 
 def _requests(asked: Typed) -> tuple[hooks.HookRequest, ...]:
@@ -98,7 +126,7 @@ def _query(asked: Typed) -> CaptureQuery:
         head=asked.head,
         dim=asked.dim,
         bos=asked.bos,
-        values=asked.values,
+        values=asked.values or _draws_patterns(asked),
         save_dtype=asked.save_dtype,
         one_chunk=asked.one_chunk,
         interventions=options.interventions_of(asked),

@@ -13,21 +13,18 @@ SHELLS = {"bash": "vlens.bash", "zsh": "_vlens", "fish": "vlens.fish"}
 @click.command("completions")
 @click.argument("shell", type=click.Choice(list(SHELLS)))
 def command(shell: str) -> None:
-    """The completion script for SHELL.
+    """The completion script for SHELL, which asks vlens at each TAB.
 
     \b
-    eval "$(vlens completions bash)"
-    eval "$(vlens completions zsh)"
-    vlens completions fish | source
+    eval "$(vlens completions bash)"      # in ~/.bashrc
+    eval "$(vlens completions zsh)"       # in ~/.zshrc, after compinit
+    vlens completions fish | source       # in ~/.config/fish/config.fish
     """
     output.emit(script(shell))
 
 
 def script(shell: str) -> str:
-    """Click's script: it calls vlens at each TAB, so it changes only when Click's template does."""
-    from click.shell_completion import ShellComplete, get_completion_class
+    """Without its last line end."""
+    from vlens_cli.cli import shells
 
-    kind = get_completion_class(shell)
-    assert kind is not None  # SHELLS are the three that Click knows
-    # Not kind.source(): for bash that runs bash, and warns where it is missing or old.
-    return ShellComplete.source(kind(None, {}, "vlens", "_VLENS_COMPLETE")).strip()
+    return shells.SCRIPTS[shell].strip()

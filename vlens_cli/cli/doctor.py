@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from vlens_cli import __version__
-from vlens_cli.cli import options, output, render
+from vlens_cli.cli import complete, options, output, render
 from vlens_cli.errors import EXIT_FAILED, INSTALL_HINT, QueryError, UsageError, VlensError
 from vlens_cli.query import SCHEMA_VERSION
 
@@ -43,7 +41,7 @@ class Finding(NamedTuple):
 
 
 @click.command("doctor")
-@click.argument("named", required=False, metavar="[MODEL]")
+@click.argument("named", required=False, metavar="[MODEL]", shell_complete=complete.model)
 @click.option("--check-hf", is_flag=True, help="Compare every hook point of the model with transformers, in float32.")
 @options.model
 @options.engine
@@ -51,12 +49,12 @@ class Finding(NamedTuple):
 def command(named: str | None, check_hf: bool, as_json: bool, as_table: bool, **typed: Any) -> None:
     """Look for what keeps vlens from answering: packages, memory, folders, engines, the model.
 
-    Exit code 1 where something does. With --check-hf, the largest relative error of every hook point against
-    transformers, and exit code 1 where one is larger than the dtype explains.
-
     \b
     vlens doctor
     vlens doctor --check-hf -m ./my-model
+
+    Exit code 1 where something does. With --check-hf, the largest relative error of every hook point against
+    transformers, and exit code 1 where one is larger than the dtype explains.
     """
     as_json = output.wants_json(as_json, as_table)
     if named is not None and typed["model"] is not None:
@@ -145,6 +143,8 @@ def _engine_imports() -> Iterator[Finding]:
 
 def _run_module(module: str, job: dict[str, Any] | None = None) -> dict[str, Any] | str:
     """The JSON that a module of ours prints in a process of its own; or the last line of what it said instead."""
+    import subprocess
+
     try:
         done = subprocess.run([sys.executable, "-m", module], input=json.dumps(job), capture_output=True, text=True,
                               timeout=None if job else IMPORT_PATIENCE, env=_environment())
@@ -176,11 +176,12 @@ def _settings() -> Iterator[Finding]:
     from vlens_cli import env
 
     try:
-        found = [f"{one.variable.name}={one.value}" for one in env.settings() if one.is_set]
+        found = [f"{one.variable.name}={one.value}" + ("" if one.origin == one.variable.name else f" ({one.origin})")
+                 for one in env.settings() if one.is_set]
     except VlensError as fault:
         yield Finding("settings", "problem", fault.message, fault.hint)
         return
-    yield Finding("settings", "ok", ", ".join(found) or "no VLENS_* variable is set")
+    yield Finding("settings", "ok", ", ".join(found) or "all are the defaults")
 
 
 def _hub() -> Iterator[Finding]:
@@ -259,6 +260,8 @@ def _model(named: str | None, proofs: list[dict[str, Any]]) -> Iterator[Finding]
 
 def _readable(model: Model) -> Iterator[Finding]:
     """Raises VlensError for a model that no engine of this version would take."""
+    import shlex
+
     from vlens_cli import checkpoint, families, memory
     from vlens_cli.driver import boot, room
     from vlens_cli.query import EngineSpec
@@ -271,7 +274,8 @@ def _readable(model: Model) -> Iterator[Finding]:
     yield Finding("model", "ok", f"{model.name}: {catalog.family}, {catalog.n_layers} layers, {plan.dtype}, prompts of up to "
                   f"{plan.max_len} tokens; an engine takes about {memory.gigabytes(needs)}")
     if catalog.spec.differs:
-        yield Finding("model", "note", f"its values in vLLM differ from transformers': {catalog.spec.differs}")
+        yield Finding("model", "note", f"its values in vLLM differ from transformers': {catalog.spec.differs}",
+                      f"vlens doctor --check-hf -m {shlex.quote(str(model.folder))}")
     if needs > free and not memory.gpus():
         yield Finding("memory for it", "problem", f"{memory.gigabytes(free)} are free", "vlens engine stop, or a smaller --max-len")
 
@@ -283,6 +287,8 @@ def _compared(typed: dict[str, Any]) -> dict[str, Any]:
     """Every hook point of one short prompt, by the resident engine and by transformers."""
     if typed["no_daemon"] or typed["one_chunk"]:
         raise UsageError("doctor takes neither --no-daemon nor --one-chunk", hint="leave it out")
+    import tempfile
+
     from vlens_cli import models
 
     model = models.resolve(typed["model"])

@@ -49,7 +49,11 @@ def _compared(prompt: dict[str, Any]) -> Iterator[Table | Text]:
         yield line(f"{effect['metric']['name']}: {values}")
     yield line(f"KL(base || patched) after the last prompt token: {number(effect['kl'])} nats")
     if len(prompt["base"]["new_tokens"]) > 1:
-        yield from (line(f"{name} continues: {_continuation(prompt[name])}") for name in ("base", "patched"))
+        for name in ("base", "patched"):
+            yield line(f"{name} continues: {_continuation(prompt[name])}")
+            if (end := prompt[name].get("ended")) is not None and end + 1 < len(prompt[name]["new_tokens"]):
+                yield line(f"  it ended with {_shown(prompt[name]['new_tokens'][end])}, new token {end + 1} of "
+                           f"{len(prompt[name]['new_tokens'])}; what follows was generated all the same")
 
 
 def _token(entry: dict[str, Any]) -> tuple[str, str, str]:
@@ -90,13 +94,35 @@ def _maybe(value: float | str | None) -> str:
 def _swept(sweep: dict[str, Any]) -> Iterator[Table | Text]:
     yield line(visible(f"source: {' '.join(map(_shown, sweep['source_tokens']))}"))
     yield line()
-    yield line(visible(picture.title(sweep)))
+    yield from heat_map(picture.maps_of({"sweep": sweep})[0], f"how far from the base, + above it, - below it; the largest change "
+                        f"is {number(picture.grid_of(sweep).span)}")
+
+
+def heat_map(one: picture.Map, legend: str) -> Iterator[Table | Text]:
+    """A heat map for the terminal: numbers, shades that are read without colour, and colours where there are."""
     shades = SHADES if _utf8() else PLAIN_SHADES
-    yield line(f"{shades} how far from the base, + above it, - below it; the largest change is "
-               f"{number(picture.grid_of(sweep).span)}")
-    for block in _blocks(picture.grid_of(sweep)):
+    yield line(visible(one.title))
+    yield line(f"{shades} {legend}")
+    for block in _blocks(one.grid):
         yield line()
-        yield _heat_map(block, sweep["base"], shades)
+        yield _block(one, block, shades)
+
+
+def norms(body: dict[str, Any]) -> str:
+    """The reply of `vlens capture --map`: for each prompt and kind of hook point its norms, layer by token."""
+    model = body["model"]
+    parts = [line(visible(f"{model['name']} ({model['family']}, {model['dtype']})"))]
+    for place, prompt in enumerate(body["prompts"]):
+        parts += [line(), line(render.heading(prompt, place, len(body["prompts"])), "bold")]
+        parts += [line(visible(text)) for text in render.fired(prompt)]
+        for one in picture.norms(prompt):
+            parts += [line(), *heat_map(one, f"from the least, {number(one.base)}, to the largest")]
+        for name, hook in prompt["hooks"].items():
+            if not hook.get("rows"):
+                parts += [line(), line(f"{name}: its statistics were left out beside the file")]
+            elif hook["axes"][-1] == "key":
+                parts += [line(), *render.attention(name, hook, render.pieces_of(prompt))]
+    return render.draw(*parts)
 
 
 def _blocks(grid: picture.Grid) -> Iterator[picture.Grid]:
@@ -120,20 +146,23 @@ def _columns(grid: picture.Grid, begin: int, end: int) -> picture.Grid:
     return grid._replace(columns=grid.columns[begin:end], values=[row[begin:end] for row in grid.values])
 
 
-def _heat_map(grid: picture.Grid, base: picture.Value, shades: str) -> Table:
+def _block(one: picture.Map, grid: picture.Grid, shades: str) -> Table:
+    from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
 
     drawn = Table(box=None, pad_edge=False, show_edge=False, padding=(0, 1))
-    drawn.add_column("", no_wrap=True)
-    for label in grid.columns:
-        drawn.add_column(Text(label), justify="right", no_wrap=True)
-    for label, row in zip(grid.rows, grid.values, strict=True):
-        drawn.add_row(Text(label), *(_cell(grid, value, base, shades) for value in row))
+    rows = [[Text(label), *(_cell(one, value, shades) for value in row)] for label, row in zip(grid.rows, grid.values, strict=True)]
+    for n, label in enumerate(["", *grid.columns]):
+        # Rich would cut what is wider than the terminal.
+        least = max(cell_len(label), *(row[n].cell_len for row in rows))
+        drawn.add_column(Text(label), justify="right" if n else "left", no_wrap=True, min_width=least)
+    for row in rows:
+        drawn.add_row(*row)
     return drawn
 
 
-def _cell(grid: picture.Grid, value: picture.Value, base: picture.Value, shades: str) -> Text:
+def _cell(one: picture.Map, value: picture.Value, shades: str) -> Text:
     """The number and a shade of how far it is from the base, coloured where the terminal has colours."""
     from rich.color import Color
     from rich.style import Style
@@ -141,8 +170,8 @@ def _cell(grid: picture.Grid, value: picture.Value, base: picture.Value, shades:
 
     if value is None:
         return Text("")
-    shade = grid.shade(value, base)
-    level = round(abs(shade) * len(shades))
+    shade = one.shade(value)
+    level = min(len(shades), round(abs(shade) * len(shades)))
     mark = shades[level - 1] + ("+" if shade > 0 else "-") if level else "  "
     fill = picture.colour(shade)
     style = Style(color=picture.ink(fill), bgcolor=Color.from_rgb(*fill))

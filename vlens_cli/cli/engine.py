@@ -69,7 +69,7 @@ def status(as_json: bool, as_table: bool) -> None:
 
 
 @command.command("sleep")
-@options.model
+@options.running
 def sleep(model: str | None) -> None:
     """Move the weights of the engines of a model, or of all, to the host's memory; the next query wakes them.
 
@@ -90,7 +90,7 @@ def sleep(model: str | None) -> None:
 
 
 @command.command("stop")
-@options.model
+@options.running
 def stop(model: str | None) -> None:
     """Stop the engines of a model, or all of them, and wait until their processes are gone.
 
@@ -109,7 +109,7 @@ def stop(model: str | None) -> None:
 
 
 @command.command("log")
-@options.model
+@options.running
 @click.option("-n", "--lines", type=click.IntRange(min=1), default=100, metavar="N", help="Last lines. Default: 100.")
 @click.option("--path", "only_path", is_flag=True, help="Print the log's path alone.")
 def log(model: str | None, lines: int, only_path: bool) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from vlens_cli import env
 from vlens_cli.cli.completions import SHELLS, script
 
-TABLE = "| variable | default | meaning |\n|---|---|---|\n"
+TABLE = "| variable | key in `vlens.toml` | default | meaning |\n|---|---|---|---|\n"
 
 
 def stale(root: Path) -> list[Path]:
@@ -34,9 +34,13 @@ def _with_table(text: str) -> str:
     before, head, after = text.partition(TABLE)
     if not head:
         sys.exit(f"README.md has no table that begins with: {TABLE.splitlines()[0]}")
-    rows = "".join(f"| `{each.name}` | {each.default} | {each.meaning} |\n" for each in env.VARIABLES)
+    rows = "".join(f"| `{each.name}` | {_key(each)} | {each.default} | {each.meaning} |\n" for each in env.VARIABLES)
     rest = after.partition("\n\n")[2]
     return f"{before}{TABLE}{rows}\n{rest}"
+
+
+def _key(each: env.Variable) -> str:
+    return f"`{each.key}`" + ("" if each.project else " (the user's)") if each.key else ""
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vlens_cli.cli import options, output, render
+from vlens_cli.cli import complete, options, output, render
 from vlens_cli.errors import StartError, UsageError
 from vlens_cli.hooks import HookRequest, expand, fold, parse
 from vlens_cli.query import SCHEMA_VERSION
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @click.command("hooks")
-@click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
+@click.argument("patterns", nargs=-1, metavar="[PATTERN]...", shell_complete=complete.hook)
 @click.option("--all", "every", is_flag=True, help="A row for each layer in the table, also without a pattern.")
 @click.option("--aliases", is_flag=True, help="The other names of each hook point, in the table too.")
 @options.output_format
@@ -29,8 +29,12 @@ def command(
 ) -> None:
     """The hook points of a model, and the ones it does not give.
 
-    Needs no engine. A PATTERN chooses: 'blocks.3.*' (the whole block; elsewhere `*` stops at a dot, as in captures),
-    'blocks.*.attn.hook_q', ln_final.hook_scale.
+    \b
+    vlens hooks
+    vlens hooks 'blocks.3.*'
+    vlens hooks --aliases 'blocks.*.attn.hook_q' -m ./my-model
+
+    Needs no engine. 'blocks.3.*' is the whole block; elsewhere `*` stops at a dot, as in captures.
     """
     as_json = output.wants_json(as_json, as_table)
     requests = tuple(map(_parsed, patterns))

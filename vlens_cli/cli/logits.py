@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from vlens_cli import hooks, lens, models
-from vlens_cli.cli import asking, options, output, prompts, render
+from vlens_cli.cli import asking, complete, options, output, prompts, render
 from vlens_cli.errors import UsageError
 from vlens_cli.query import LogitsQuery
 
@@ -70,6 +70,8 @@ class Typed(NamedTuple):
     lens: tuple[str, ...]
     attribution: bool
     values: bool
+    svg: str | None
+    html: str | None
     expressions: tuple[str, ...]
     specs: tuple[str, ...]
     sources: tuple[str, ...]
@@ -103,12 +105,13 @@ class Typed(NamedTuple):
 @click.option("--target-prefix", is_flag=True, help="Of a text that is more than one token, take the first.")
 @click.option("--diff", nargs=2, metavar="A B", help="The logit of A minus the logit of B.")
 @click.option("--loss", is_flag=True, help="How badly the prompt is predicted: nats a token, mean, perplexity.")
-@click.option("--lens", multiple=True, metavar="[POINTS]", help="Each layer's rows through the final norm and the "
+@click.option("--lens", multiple=True, metavar="[POINTS]", shell_complete=complete.lens, help="Each layer's rows through the final norm and the "
               f"unembedding: {', '.join(lens.WORDS)}, or hook points. Default: {lens.DEFAULT}. "
               "--lens=POINTS cannot be taken for a prompt.")
 @click.option("--attribution", is_flag=True, help="What the embedding, every sublayer and every head add to the logit of "
               "the targets, or to the difference, with the final norm's scale as it is.")
 @click.option("--values", is_flag=True, help="Print every logit.")
+@options.pictures
 @options.interventions
 @options.output_format
 @options.saving
@@ -117,22 +120,24 @@ class Typed(NamedTuple):
 def command(**typed: Any) -> None:
     """What the model says of the next token, at each position of each PROMPT.
 
-    Prompts are arguments, lines of files (-f), token ids (--tokens), or standard input (-).
-
     \b
     vlens logits --pos -1 --target " Paris" "The Eiffel Tower is in the city of"
     vlens logits --lens --pos -1 "The Eiffel Tower is in the city of"
     vlens logits --loss -f texts.txt
+
+    Prompts are arguments, lines of files (-f), token ids (--tokens), or standard input (-).
     """
     asked = Typed(**typed)
     as_json = output.wants_json(asked.as_json, asked.as_table)
     _check(asked)
     query = _query(asked)
+    pictures = asking.pictures_of(asked.svg, asked.html)
     target = asking.file_of(asked.output, asked.save_dtype)
     how = options.asking(asked.keep_alive, asked.timeout, asked.no_daemon)
     model = models.resolve(asked.model)
     spec = options.spec(model, asked._asdict())
     reply = asking.ask(spec, query, target, how, partial(_check_model, query, model.config))
+    asking.draw(reply, pictures)
     asking.show(reply, target, as_json, table)
 
 
@@ -143,6 +148,8 @@ def _check(asked: Typed) -> None:
     for text in (*asked.targets, *(asked.diff or ())):
         if not text:
             raise UsageError("a target is empty", hint='--target " Paris"')
+    if (asked.svg or asked.html) and not asked.lens:
+        raise UsageError(f"{'--svg' if asked.svg else '--html'} draws the lens, and --lens is not given", hint="add --lens")
     if asked.attribution and not (asked.targets or asked.diff):
         raise UsageError("--attribution explains a logit, and none is named",
                          hint='--target " Paris", or --diff " Paris" " Rome"')
@@ -156,7 +163,7 @@ def _query(asked: Typed) -> LogitsQuery:
         prompts=prompts.collect(given, chat=asked.chat, system=asked.system, bos=asked.bos),
         pos=asked.pos,
         top=asked.top,
-        targets=asked.targets,
+        targets=tuple(map(prompts.as_utf8, asked.targets)),
         target_prefix=asked.target_prefix,
         diff=asked.diff or None,
         loss=asked.loss,
@@ -283,10 +290,11 @@ def _attribution(one: dict[str, Any], pieces: dict[int, str]) -> list[Any]:
     names = [_text(t) for t in one.get("diff") or [one["target"]]]
     title = f"what makes the {one['of']} of {' - '.join(names)} at pos {one['pos']} {pieces.get(one['pos'], '')}"
     shown = [(part["hook"], part["value"], "") for part in one["parts"]]
-    shown += [(f"{part['hook'].replace('hook_attn_out', 'attn')} head {h}", value, "in attn_out")
+    shown += [(f"{part['hook'].replace('hook_attn_out', 'attn')} head {h}", value, "share of its attn_out")
               for part in one["parts"] for h, value in enumerate(part.get("heads", []))]
     shown.sort(key=lambda row: -abs(row[1]) if isinstance(row[1], float) else 0)
-    rows = [("sum", one["sum"], ""), ("constant (biases)", one["constant"], ""), *shown]
+    shares = any("heads" in part for part in one["parts"])
+    rows = [("sum", one["sum"], "without the heads, which their attn_out holds" if shares else ""), ("constant (biases)", one["constant"], ""), *shown]
     table = render.table([("part", "left"), ("adds", "right"), ("", "left")],
                          [(name, render.number(value), note) for name, value, note in rows])
     return [render.line(f"{title}: {render.number(one['logit'])}", "bold"), table]

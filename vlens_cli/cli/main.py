@@ -18,7 +18,7 @@ from vlens_cli.cli import output
 from vlens_cli.errors import EXIT_INTERRUPTED, EXIT_OK, BugError, QueryError, UsageError, VlensError
 
 # Each is a module of this folder with a `command`, loaded when it is asked for.
-COMMANDS = ("capture", "patch", "logits", "param", "hooks", "engine", "doctor", "completions")
+COMMANDS = ("capture", "patch", "logits", "param", "hooks", "engine", "doctor", "config", "completions")
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
@@ -91,6 +91,9 @@ def run(args: Sequence[str]) -> int:
 def _dispatch(args: list[str]) -> None:
     # Not click's own main(): it swallows a broken pipe anywhere, the engine's included, and exits 1.
     if "_VLENS_COMPLETE" in os.environ:
+        from vlens_cli.cli import shells
+
+        shells.register()
         cli.main(args, prog_name="vlens")
     with cli.make_context("vlens", args) as ctx:
         cli.invoke(ctx)

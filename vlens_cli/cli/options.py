@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from vlens_cli.cli import complete
 from vlens_cli.errors import UsageError
 from vlens_cli.query import COMPILE_HOOKS, EngineSpec, Interventions
 
@@ -28,39 +29,14 @@ def together(*options: Decorator) -> Decorator:
     return decorate
 
 
-def complete_hook(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Hook names of the model that is named, if its config.json is at hand: a TAB never downloads anything."""
-    import json
-
-    from vlens_cli import models
-    from vlens_cli.errors import VlensError
-    from vlens_cli.families import catalog_for
-
-    try:
-        folder = models.at_hand(ctx.params.get("model"))
-        if folder is None:
-            return []
-        names = catalog_for(json.loads((folder / "config.json").read_text(encoding="utf-8"))).names
-    except (OSError, ValueError, AttributeError, VlensError):
-        return []
-    return [name for name in names if name.startswith(incomplete)]
-
-
-def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
-    """Models that need no network; folders otherwise, which the shell completes itself."""
-    from click.shell_completion import CompletionItem
-
-    from vlens_cli.models import hub
-
-    names = [name for name in hub.cached_models() if name.startswith(incomplete)]
-    return [*names, CompletionItem(incomplete, type="dir")]
-
-
 # Eager, so that completion knows the model wherever it stands on the line.
 model = click.option(
-    "-m", "--model", metavar="MODEL", is_eager=True, shell_complete=complete_model,
+    "-m", "--model", metavar="MODEL", is_eager=True, shell_complete=complete.model,
     help="A folder or a hub name. Default: VLENS_MODEL, then the config file, then the demo model.",
 )  # fmt: skip
+
+# Of `engine stop` and `engine log`: without it, all engines.
+running = click.option("-m", "--model", metavar="MODEL", shell_complete=complete.engine, help="Of this model. Default: any.")
 
 output_format = together(
     click.option("--json", "as_json", is_flag=True, help="Print JSON (the default when the output is not a terminal)."),
@@ -69,7 +45,7 @@ output_format = together(
 
 prompts = together(
     click.argument("prompts", nargs=-1, metavar="[PROMPT]..."),
-    click.option("-f", "--file", "files", multiple=True, metavar="FILE",
+    click.option("-f", "--file", "files", multiple=True, metavar="FILE", shell_complete=complete.file,
                  help="Prompts from a file, one a line or as JSON lines (a string, or an object with prompt, text or "
                  "tokens); - reads standard input."),
     click.option("--tokens", multiple=True, metavar="IDS", help="A prompt as token ids: 1,2,3."),
@@ -86,10 +62,10 @@ selectors = together(
 )  # fmt: skip
 
 interventions = together(
-    click.option("-i", "--intervene", "expressions", multiple=True, metavar="EXPR",
+    click.option("-i", "--intervene", "expressions", multiple=True, metavar="EXPR", shell_complete=complete.edit,
                  help="Change the forward, repeatable, in order: 'blocks.5.hook_mlp_out = 0', 'blocks.8.hook_resid_post"
                  "[pos=3] = @source', 'blocks.10.hook_resid_post += 4 * steer.safetensors:happy'."),
-    click.option("--spec", "specs", multiple=True, metavar="FILE",
+    click.option("--spec", "specs", multiple=True, metavar="FILE", shell_complete=complete.file,
                  help="Interventions from a JSON file, after those of -i: a list of objects (hook, op, value, factor, "
                  "pos)."),
     click.option("--source", "sources", multiple=True, metavar="TEXT",
@@ -159,14 +135,16 @@ engine_spec = together(
     click.option("--chunk", type=click.IntRange(min=1), metavar="N", help="Most tokens that one forward takes."),
     click.option("--compile", "compiled", is_flag=True, help="Keep compilation and CUDA graphs on, with hook points built "
                  "in: fast generation, fewer points, a slower start."),
-    click.option("--compile-hooks", multiple=True, metavar="PATTERNS", help="Which points --compile builds in, repeatable. "
+    click.option("--compile-hooks", multiple=True, metavar="PATTERNS", shell_complete=complete.hook,
+                 help="Which points --compile builds in, repeatable. "
                  "Default: hook_embed, resid_post, attn_out and mlp_out of every block, ln_final.hook_out."),
     click.option("--compile-buffer", type=click.IntRange(min=1), metavar="MIB", help="Device memory for what --compile "
                  "captures in one step and for edits. Default: 256."),
 )  # fmt: skip
 
 residency = together(
-    click.option("--keep-alive", metavar="TIME", help="How long the engine stays after this query: 90s, 15m, 2h, 0, "
+    click.option("--keep-alive", metavar="TIME", shell_complete=complete.words(*complete.KEEP_ALIVE),
+                 help="How long the engine stays after this query: 90s, 15m, 2h, 0, "
                  "forever. Default: VLENS_KEEP_ALIVE, then 15m."),
     click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
                  help="Give up waiting for the resident engine. Default: never."),
@@ -180,7 +158,13 @@ engine = together(
 )  # fmt: skip
 
 saving = together(
-    click.option("-o", "--output", metavar="FILE", help="Write the tensors to FILE.safetensors."),
+    click.option("-o", "--output", metavar="FILE", shell_complete=complete.file, help="Write the tensors to FILE.safetensors."),
     click.option("--save-dtype", type=click.Choice(["float32", "float16", "bfloat16"]),
                  help="Cast what -o writes. Default: the engine's own dtype."),
+)  # fmt: skip
+
+pictures = together(
+    click.option("--svg", metavar="FILE", shell_complete=complete.file, help="Draw it into FILE.svg."),
+    click.option("--html", metavar="FILE", shell_complete=complete.file,
+                 help="Draw it into FILE.html, a page that needs no network and says what the mouse is on."),
 )  # fmt: skip

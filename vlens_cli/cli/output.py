@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import click
 
-from vlens_cli.cli.render import to_json, visible
+from vlens_cli.cli.render import from_here, to_json, visible
 from vlens_cli.errors import PathError, QueryError, UsageError, VlensError
 from vlens_cli.query import SCHEMA_VERSION, Saved
 
@@ -29,6 +29,12 @@ def wants_json(as_json: bool, as_table: bool) -> bool:
 
 def on_terminal() -> bool:
     return sys.stdout is not None and sys.stdout.isatty()
+
+
+def talks_to_a_person() -> bool:
+    """Whether standard error is a terminal that somebody reads: some CI systems give a log's writer one."""
+    in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
+    return sys.stderr is not None and sys.stderr.isatty() and not in_ci
 
 
 def ensure_stderr() -> None:
@@ -61,9 +67,9 @@ def say(text: str) -> None:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """A function that shows what is waited for, in one line of the terminal that is gone afterwards; off a terminal
-    it does nothing."""
-    if not sys.stderr.isatty():
+    """A function that shows what is waited for, in one line of the terminal that is gone afterwards; where a line cannot be
+    taken back, or nobody watches, it does nothing."""
+    if not talks_to_a_person() or os.environ.get("TERM") == "dumb":
         yield lambda text: None
         return
     # A copy of the descriptor: the client points the original elsewhere while the engine talks.
@@ -166,7 +172,12 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 def say_saved(path: Path, saved: Saved) -> None:
     """What went into the file of `-o`."""
     plural = "s" * (saved.tensors != 1)
-    say(f"wrote {visible(str(path))}: {saved.tensors} tensor{plural}, {_size(saved.bytes)}")
+    say(f"wrote {name_of(path)}: {saved.tensors} tensor{plural}, {_size(saved.bytes)}")
+
+
+def name_of(path: Path) -> str:
+    """A file as it is named from where the user stands."""
+    return visible(from_here(str(path)))
 
 
 def _size(n_bytes: float) -> str:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from vlens_cli.cli import asking, options, output, render
-from vlens_cli.errors import UsageError, VlensError
+from vlens_cli.cli import asking, complete, options, output, render
+from vlens_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,6 +29,8 @@ class Typed(NamedTuple):
     as_json: bool
     as_table: bool
     output: str | None
+    svg: str | None
+    html: str | None
     model: str | None
     dtype: str
     max_len: int | None
@@ -41,47 +43,35 @@ class Typed(NamedTuple):
     no_daemon: bool
 
 
-def complete_name(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Names of weights of the model that is named, if its files are at hand: a TAB never downloads anything."""
-    from vlens_cli import models, params
-    from vlens_cli.models.folder import load
-
-    try:
-        folder = models.at_hand(ctx.params.get("model"))
-        weights = params.of_folder(folder, load(folder, "", None).config) if folder else None
-    except (OSError, ValueError, AttributeError, VlensError):
-        return []
-    return [name for name in (weights.names if weights else ()) if name.startswith(incomplete)]
-
-
 @click.command("param")
-@click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=complete_name)
-@click.option("--list", "pattern", is_flag=False, flag_value="*", metavar="[PATTERN]", shell_complete=complete_name,
+@click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=complete.weight)
+@click.option("--list", "pattern", is_flag=False, flag_value="*", metavar="[PATTERN]", shell_complete=complete.weight,
               help="List the weights whose names match, with shape, dtype and where they are; all without a PATTERN.")
 @click.option("--from", "source", type=click.Choice(["auto", "checkpoint", "engine"]), default="auto",
               help="Where values are read. Default: the checkpoint; the engine for what only it has, and with --dtype.")
 @click.option("--values", is_flag=True, help="Print every value.")
 @click.option("--svd", type=click.IntRange(min=1), metavar="K",
               help="The K largest singular values, by head where there are heads.")
-@click.option("--compare", metavar="MODEL",
+@click.option("--compare", metavar="MODEL", shell_complete=complete.model,
               help="The difference from the weight of the same name in MODEL's checkpoint.")
 @click.option("--raw", is_flag=True, help="Tensors of a quantized checkpoint as they are stored.")
 @click.option("--allow-pickle", is_flag=True,
               help="Read a checkpoint of *.bin files, which are pickled (weights only).")
 @options.output_format
-@click.option("-o", "--output", metavar="FILE", help="Write the tensors to FILE.safetensors, under the names as asked.")
+@click.option("-o", "--output", metavar="FILE", shell_complete=complete.file, help="Write the tensors to FILE.safetensors, under the names as asked.")
+@options.pictures
 @options.model
 @options.engine_spec
 @options.residency
 def command(**typed: Any) -> None:
     """Weights, by their TransformerLens, checkpoint or engine names.
 
-    `*` in a NAME stands for anything; brackets choose: [head=3], [0:10].
-
     \b
     vlens param blocks.0.attn.W_Q
     vlens param 'blocks.*.attn.W_O[head=3]' -o wo.safetensors
     vlens param --list '*.0.*'
+
+    `*` in a NAME stands for anything; brackets choose: [head=3], [0:10].
     """
     asked = Typed(**typed)
     as_json = output.wants_json(asked.as_json, asked.as_table)
@@ -91,6 +81,7 @@ def command(**typed: Any) -> None:
         weights.show_list(asked, as_json)
         return
     _check(asked)
+    pictures = asking.pictures_of(asked.svg, asked.html)
     target = asking.file_of(asked.output, None)
     live = asked.source == "engine" or asked.dtype != "auto"
     reply = None if live else _read(asked, target, as_json)
@@ -98,6 +89,7 @@ def command(**typed: Any) -> None:
         from vlens_cli.cli import weights
 
         reply = weights.ask(asked, target, live)
+    asking.draw(reply, pictures)
     asking.show(reply, target, as_json, render.params)
 
 

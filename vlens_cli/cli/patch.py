@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import click
 
 from vlens_cli import hooks, models
-from vlens_cli.cli import asking, options, output, prompts
+from vlens_cli.cli import asking, complete, options, output, prompts
 from vlens_cli.errors import UsageError
 from vlens_cli.query import METRICS, SWEEP_AXES, PatchQuery
 
@@ -64,40 +64,37 @@ class Typed(NamedTuple):
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, metavar="N",
               help="How many of the likeliest tokens to show.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=1, metavar="N",
-              help="Tokens to generate, greedily; both continuations are shown.")
-@click.option("--sweep", metavar="AXES", help="A patch from the source at each of: layer, pos, head, or two of them, "
+              help="Tokens to generate, greedily and past the end-of-text token; both continuations are shown.")
+@click.option("--sweep", metavar="AXES", shell_complete=complete.words(*complete.SWEEPS), help="A patch from the source at each of: layer, pos, head, or two of them, "
               "such as layer,pos.")
-@click.option("--hook", "hooks", multiple=True, metavar="HOOK", shell_complete=options.complete_hook,
+@click.option("--hook", "hooks", multiple=True, metavar="HOOK", shell_complete=complete.hook,
               help="The hook points of a sweep: 'blocks.*.hook_resid_post'.")
-@click.option("-o", "--output", metavar="FILE", help="Write a sweep's grid to FILE.safetensors.")
-@click.option("--svg", metavar="FILE", help="Write a sweep's heat map to FILE.svg.")
-@click.option("--html", metavar="FILE", help="Write a sweep's heat map to FILE.html.")
+@click.option("-o", "--output", metavar="FILE", shell_complete=complete.file, help="Write each run's logits after the prompt, or a sweep's grid, to FILE.safetensors.")
+@click.option("--svg", metavar="FILE", shell_complete=complete.file, help="Write a sweep's heat map to FILE.svg.")
+@click.option("--html", metavar="FILE", shell_complete=complete.file, help="Write a sweep's heat map to FILE.html.")
 @options.output_format
 @options.model
 @options.engine
 def command(**typed: Any) -> None:
     """The effect of interventions on what comes after each PROMPT: base against patched.
 
-    With --sweep, the effect of patching one prompt from its --source, at each layer and position or head.
-
     \b
     vlens patch -i 'blocks.8.hook_resid_post[pos=1] = @source' --source "Rome is in" "Paris is in"
+    vlens patch -i 'blocks.10.hook_resid_post += 4 * steer.safetensors:happy' --max-tokens 20 "I feel"
     vlens patch --sweep layer,pos --hook 'blocks.*.hook_resid_post' --source "Rome is in" "Paris is in"
+
+    With --sweep, the effect of patching one prompt from its --source, at each layer and position or head.
     """
     asked = Typed(**typed)
     as_json = output.wants_json(asked.as_json, asked.as_table)
     query = _query(asked)
     target = asking.file_of(asked.output, None)
-    pictures = {kind: output.check_target(name, f".{kind}", f"--{kind}")
-                for kind, name in (("svg", asked.svg), ("html", asked.html)) if name is not None}
+    pictures = asking.pictures_of(asked.svg, asked.html)
     how = options.asking(asked.keep_alive, asked.timeout, asked.no_daemon)
     model = models.resolve(asked.model)
     spec = options.spec(model, asked._asdict())
     reply = asking.ask(spec, query, target, how, partial(_check, query, model.config))
-    if pictures:
-        from vlens_cli.cli import picture
-
-        picture.write(reply.body, pictures)
+    asking.draw(reply, pictures)
     asking.show(reply, target, as_json, _table)
 
 
@@ -107,7 +104,7 @@ def _query(asked: Typed) -> PatchQuery:
     return PatchQuery(
         prompts=prompts.collect(given, chat=asked.chat, system=asked.system, bos=asked.bos),
         interventions=options.interventions_of(asked, source_is_read=False),
-        targets=asked.targets,
+        targets=tuple(map(prompts.as_utf8, asked.targets)),
         target_prefix=asked.target_prefix,
         metric=asked.metric,
         top=asked.top,
@@ -122,7 +119,7 @@ def _query(asked: Typed) -> PatchQuery:
 def _axes(asked: Typed) -> tuple[str, ...]:
     """The axes of `--sweep`; raises UsageError for options that belong to a sweep without one, or the other way."""
     if asked.sweep is None:
-        alone = [name for name, given in (("--hook", asked.hooks), ("-o", asked.output), ("--svg", asked.svg),
+        alone = [name for name, given in (("--hook", asked.hooks), ("--svg", asked.svg),
                                           ("--html", asked.html)) if given]  # fmt: skip
         if alone:
             raise UsageError(f"{alone[0]} is for a sweep, and --sweep is not given", hint="add --sweep layer,pos")

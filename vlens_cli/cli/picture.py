@@ -1,4 +1,5 @@
-"""A sweep as a picture: SVG, or a page that holds it. Needs nothing but its own file."""
+"""What a reply holds as pictures: heat maps and histograms, as SVG, or a page that holds them. Needs nothing but its own
+file: the page opens without a network, and its only script shows what the mouse is on."""
 
 from __future__ import annotations
 
@@ -9,10 +10,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vlens_cli.cli import output
-from vlens_cli.cli.render import number, quoted, visible
+from vlens_cli.cli.render import number, pieces_of, quoted, visible
+from vlens_cli.errors import QueryError
+from vlens_cli.hooks import fold
 
 BLUE, WHITE, RED = (33, 102, 172), (247, 247, 247), (178, 24, 43)
 CELL_WIDTH, CELL_HEIGHT, FONT = 54, 20, 11
+BAR_WIDTH, BAR_HEIGHT = 14, 120
+# From this ratio of the largest value to the smallest on, a linear scale shows the largest alone.
+LOG_RATIO = 30.0
 LETTER = 0.62 * FONT  # about a monospaced character
 
 Colour = tuple[int, int, int]
@@ -87,82 +93,251 @@ def title(sweep: dict[str, Any]) -> str:
 
 def value(number_: Value) -> str:
     """Three significant digits."""
-    return "" if number_ is None else f"{number_:.3g}" if isinstance(number_, float | int) else number(number_)
+    if number_ is None or isinstance(number_, str) or not math.isfinite(number_):
+        return "" if number_ is None else number(number_)
+    return f"{number_:.3g}"
+
+
+class Map(NamedTuple):
+    """A heat map: what its cells are, their values, and what they are coloured by.
+
+    base   the value that is white; on a scale from the least value it is that
+    texts  what stands in the cells where that is not the value
+    log    coloured by the logarithm
+    """
+
+    title: str
+    grid: Grid
+    base: Value
+    texts: list[list[str]] | None = None
+    log: bool = False
+
+    def shade(self, value: Value) -> float:
+        return self.grid.shade(_scaled(value, self.log), _scaled(self.base, self.log))
+
+    def text(self, r: int, c: int) -> str:
+        return self.texts[r][c] if self.texts else value(self.grid.values[r][c])
+
+
+class Bars(NamedTuple):
+    """A histogram: the ends of its bins, and how many values are in each."""
+
+    title: str
+    edges: list[float]
+    counts: list[int]
+
+
+def _scaled(value: Value, log: bool) -> Value:
+    return math.log(value) if log and isinstance(value, float | int) and value > 0 else value
+
+
+def maps_of(body: dict[str, Any]) -> list[Map]:
+    """The heat maps of a reply of `capture`, `logits` or `patch`."""
+    if "sweep" in body:
+        return [Map(title(body["sweep"]), grid_of(body["sweep"]), body["sweep"]["base"])]
+    many = len(body.get("prompts", ())) > 1
+    return [one._replace(title=f"prompt {n}: {one.title}" if many else one.title)
+            for n, prompt in enumerate(body.get("prompts", ())) for one in (*norms(prompt), *_patterns(prompt), *_lenses(prompt))]
+
+
+def norms(prompt: dict[str, Any]) -> Iterator[Map]:
+    """For each kind of hook point that was captured: its norm, layer by token."""
+    pieces = pieces_of(prompt)
+    kinds: dict[str, dict[str, dict[int, float]]] = {}
+    for name, hook in prompt.get("hooks", {}).items():
+        if hook["axes"][-1] != "key" and hook.get("rows"):
+            kinds.setdefault(fold(name), {})[name] = {row["pos"]: row["norm"] for row in hook["rows"]}
+    for kind, points in kinds.items():
+        places = sorted({pos for found in points.values() for pos in found})
+        labels = [f"layer {name.split('.')[1]}" if kind != name else name for name in points]
+        yield _sequential(f"norm of {kind}", labels, [_place(pos, pieces) for pos in places],
+                          [[found.get(pos) for pos in places] for found in points.values()])
+
+
+def _patterns(prompt: dict[str, Any]) -> Iterator[Map]:
+    """For each head of a pattern, or of scores: query by key."""
+    pieces = pieces_of(prompt)
+    for name, hook in prompt.get("hooks", {}).items():
+        if hook["axes"][-1] != "key":
+            continue
+        keys = hook.get("dims") or range(hook["shape"][2])
+        for head in dict.fromkeys(row["head"] for row in hook.get("rows", ())):
+            rows = [row for row in hook["rows"] if row["head"] == head and ("values" in row or "percent" in row)]
+            cells = [row.get("values") or [percent / 100 for percent in row["percent"]] for row in rows]
+            # Keys behind the query are masked: a score there is the dtype's lowest number.
+            cells = [[None if key > row["pos"] else cell for key, cell in zip(keys, one, strict=True)]
+                     for row, one in zip(rows, cells, strict=True)]
+            if rows:
+                yield _sequential(f"{name}, head {head}: query (down) by key (across)", [_place(row["pos"], pieces) for row in rows],
+                                  [_place(key, pieces) for key in keys], cells, may_log=False)
+
+
+def _lenses(prompt: dict[str, Any]) -> Iterator[Map]:
+    """The lens: for the likeliest token, and for each target, probability by hook point and position."""
+    points = prompt.get("lens", [])
+    if not points or not points[0]["positions"]:
+        return
+    pieces, first = pieces_of(prompt), points[0]["positions"]
+    columns, rows = [_place(row["pos"], pieces) for row in first], [one["hook"] for one in points]
+    shown = [("likeliest token", lambda row: row["top"][0], True)] if first[0]["top"] else []
+    shown += [(_token(t), lambda row, n=n: row["targets"][n], False) for n, t in enumerate(first[0].get("targets", ()))]
+    for what, of, named in shown:
+        cells = [[of(row) for row in one["positions"]] for one in points]
+        probs = [[cell["prob"] for cell in row] for row in cells]
+        texts = [[_token(cell) for cell in row] for row in cells] if named else None
+        yield Map(f"lens: probability of {what if not named else 'the ' + what}", Grid(rows, columns, probs, 1.0), 0.0, texts)
+
+
+def _token(token: dict[str, Any]) -> str:
+    return f"#{token['id']}" if token["text"] is None else quoted(token["text"])
+
+
+def _place(pos: int, pieces: dict[int, str]) -> str:
+    return f"{pos} {pieces.get(pos, '')}".rstrip()
+
+
+def _sequential(name: str, rows: list[str], columns: list[str], values: list[list[Value]], may_log: bool = True) -> Map:
+    """Coloured from the least value to the largest, by their logarithms where a few are much larger."""
+    finite = [v for row in values for v in row if isinstance(v, float | int) and math.isfinite(v)] or [0.0]
+    least, most = min(finite), max(finite)
+    log = may_log and least > 0 and most / least > LOG_RATIO
+    span = math.log(most / least) if log else most - least
+    return Map(name + (", coloured by its logarithm" if log else ""), Grid(rows, columns, values, span), least, None, log)
+
+
+def bars_of(body: dict[str, Any]) -> list[Bars]:
+    """The histograms of a reply of `param`."""
+    found = [(entry["name"], entry.get("histogram")) for entry in body.get("params", ())]
+    return [Bars(f"{name}: values", one["edges"], one["counts"]) for name, one in found if one]
 
 
 def write(body: dict[str, Any], targets: dict[str, Path]) -> None:
-    """The pictures of a sweep's reply: kind (`svg`, `html`) -> file, written whole."""
+    """The pictures of a reply: kind (`svg`, `html`) -> file, written whole. Raises QueryError where it holds none."""
     drawn = svg(body)
     for kind, path in targets.items():
         with output.whole_file(path) as file:
             file.write((drawn if kind == "svg" else page(body, drawn)).encode())
-        output.say(f"wrote {visible(str(path))}")
+        output.say(f"wrote {output.name_of(path)}")
 
 
 def svg(body: dict[str, Any]) -> str:
-    """The heat map, with a title and a number in every cell."""
-    sweep = body["sweep"]
-    grid = grid_of(sweep)
+    """Every picture of a reply, one under the other, each with a title."""
+    parts: list[str] = []
+    width, height = 0.0, 0.0
+    for one in (*maps_of(body), *bars_of(body)):
+        drawn, wide, high = _map(one, height) if isinstance(one, Map) else _bars(one, height)
+        parts += drawn
+        width, height = max(width, wide), height + high
+    if not parts:
+        raise QueryError("there is nothing to draw in this reply", code="nothing_to_draw",
+                         hint="pictures are of norms, patterns, the lens, sweeps and weights; patterns of more than 200 keys, and "
+                         "captures of many rows beside a file, have none")
+    begin = (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+             f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="monospace" font-size="{FONT}">')
+    return "\n".join([begin, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>"]) + "\n"
+
+
+Drawn = tuple[list[str], float, float]
+
+
+def _map(one: Map, down: float) -> Drawn:
+    """A heat map that begins `down` from the top: its parts, width and height."""
+    grid = one.grid
     left = 10 + LETTER * max((len(label) for label in grid.rows), default=0)
     # The labels of the columns stand at 45 degrees.
     tilted = LETTER * 0.75 * max((len(label) for label in grid.columns), default=0)
-    top = 44 + tilted
-    width = max(left + CELL_WIDTH * len(grid.columns) + tilted, LETTER * len(title(sweep)) + 20)
-    height = top + CELL_HEIGHT * len(grid.rows) + 10
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="monospace" font-size="{FONT}">',
-        f'<rect width="100%" height="100%" fill="white"/><text x="8" y="18">{_xml(title(sweep))}</text>',
-        *_labels(grid, left, top),
-        *_cells(grid, sweep, left, top),
-        "</svg>",
-    ]
-    return "\n".join(parts) + "\n"
+    texts = [one.text(r, c) for r in range(len(grid.rows)) for c in range(len(grid.columns))]
+    cell = max(CELL_WIDTH, 8 + LETTER * max(map(len, texts), default=0))
+    top = down + 44 + tilted
+    parts = [f'<text x="8" y="{down + 18:.0f}">{_xml(one.title)}</text>', *_labels(grid, left, top, cell), *_cells(one, left, top, cell)]
+    width = max(left + cell * len(grid.columns) + tilted, LETTER * len(one.title) + 20)
+    return parts, width, 44 + tilted + CELL_HEIGHT * len(grid.rows) + 10
 
 
-def _labels(grid: Grid, left: float, top: float) -> Iterator[str]:
+def _labels(grid: Grid, left: float, top: float, cell: float) -> Iterator[str]:
     for n, label in enumerate(grid.rows):
         y = top + CELL_HEIGHT * (n + 0.7)
         yield f'<text x="{left - 6:.1f}" y="{y:.1f}" text-anchor="end">{_xml(label)}</text>'
     for n, label in enumerate(grid.columns):
-        x, y = left + CELL_WIDTH * (n + 0.5), top - 6
+        x, y = left + cell * (n + 0.5), top - 6
         yield f'<text transform="translate({x:.1f} {y:.1f}) rotate(-45)">{_xml(label)}</text>'
 
 
-def _cells(grid: Grid, sweep: dict[str, Any], left: float, top: float) -> Iterator[str]:
-    for r, row in enumerate(grid.values):
-        for c, cell in enumerate(row):
-            if cell is not None:
-                yield _cell(grid, sweep, r, c, left + CELL_WIDTH * c, top + CELL_HEIGHT * r)
+def _cells(one: Map, left: float, top: float, cell: float) -> Iterator[str]:
+    for r, row in enumerate(one.grid.values):
+        for c, number_ in enumerate(row):
+            if number_ is not None:
+                yield _cell(one, r, c, left + cell * c, top + CELL_HEIGHT * r, cell)
 
 
-def _cell(grid: Grid, sweep: dict[str, Any], r: int, c: int, x: float, y: float) -> str:
-    cell = grid.values[r][c]
-    fill = colour(grid.shade(cell, sweep["base"]))
-    said = _xml(f"{grid.rows[r]}, {grid.columns[c]}: {cell if isinstance(cell, str) else repr(cell)}")
+def _cell(one: Map, r: int, c: int, x: float, y: float, width: float) -> str:
+    shown = one.grid.values[r][c]
+    fill = colour(one.shade(shown))
+    exact = repr(shown) if isinstance(shown, float | int) and math.isfinite(shown) else number(shown)
+    text = f" {one.texts[r][c]}," if one.texts else ""
+    said = _xml(f"{one.grid.rows[r]}, {one.grid.columns[c]}:{text} {exact}")
     return (
-        f'<g><title>{said}</title><rect x="{x:.1f}" y="{y:.1f}" width="{CELL_WIDTH}" height="{CELL_HEIGHT}" '
-        f'fill="rgb{fill}"/><text x="{x + CELL_WIDTH / 2:.1f}" y="{y + CELL_HEIGHT * 0.7:.1f}" text-anchor="middle" '
-        f'fill="{ink(fill)}">{_xml(value(cell))}</text></g>'
+        f'<g><title>{said}</title><rect x="{x:.1f}" y="{y:.1f}" width="{width:.0f}" height="{CELL_HEIGHT}" '
+        f'fill="rgb{fill}"/><text x="{x + width / 2:.1f}" y="{y + CELL_HEIGHT * 0.7:.1f}" text-anchor="middle" '
+        f'fill="{ink(fill)}">{_xml(one.text(r, c))}</text></g>'
     )
 
 
+def _bars(one: Bars, down: float) -> Drawn:
+    """A histogram that begins `down` from the top: its parts, width and height."""
+    most = max(one.counts) or 1
+    bottom = down + 34 + BAR_HEIGHT
+    parts = [f'<text x="8" y="{down + 18:.0f}">{_xml(one.title)}</text>']
+    for n, count in enumerate(one.counts):
+        high = BAR_HEIGHT * count / most
+        said = _xml(f"{number(one.edges[n])} to {number(one.edges[n + 1])}: {count}")
+        parts.append(f'<g><title>{said}</title><rect x="{10 + BAR_WIDTH * n}" y="{bottom - high:.1f}" width="{BAR_WIDTH - 1}" '
+                     f'height="{high:.1f}" fill="rgb{BLUE}"/></g>')
+    width = 20 + BAR_WIDTH * len(one.counts)
+    parts += [f'<text x="10" y="{bottom + 14:.0f}">{number(one.edges[0])}</text>',
+              f'<text x="{width - 10}" y="{bottom + 14:.0f}" text-anchor="end">{number(one.edges[-1])}</text>']
+    return parts, max(float(width), LETTER * len(one.title) + 20), 34 + BAR_HEIGHT + 30
+
+
+# Browsers show a title after a while; this shows it at once, beside the mouse.
+SCRIPT = """
+const said = document.getElementById("said");
+for (const cell of document.querySelectorAll("svg g")) {
+  const text = cell.querySelector("title").textContent;
+  cell.addEventListener("mousemove", (event) => {
+    said.textContent = text;
+    said.style.left = event.pageX + 14 + "px";
+    said.style.top = event.pageY + 14 + "px";
+    said.hidden = false;
+  });
+  cell.addEventListener("mouseleave", () => { said.hidden = true; });
+}
+"""
+STYLE = ("body{font-family:sans-serif;margin:2em}td{font-family:monospace}th{text-align:left;padding-right:1em;vertical-align:top}"
+         "#said{position:absolute;background:#222;color:#fff;padding:2px 6px;font-family:monospace;pointer-events:none}"
+         "#said[hidden]{display:none}")
+
+
 def page(body: dict[str, Any], drawn: str) -> str:
-    """A page with the picture, the prompt, its source, and what was asked."""
-    sweep = body["sweep"]
-    facts: Sequence[tuple[str, str]] = [
-        ("model", f"{body['model']['name']} ({body['model']['family']}, {body['model']['dtype']})"),
-        ("prompt", _fed(sweep["tokens"])),
-        ("source", _fed(sweep["source_tokens"])),
-        *(("edit", edit["expression"]) for edit in body["prompts"][0]["edits"]),
-        ("cells", f"{sweep['cells']}, {' by '.join(sweep['axes'])}"),
-        ("vlens", body["vlens"]),
-    ]
-    rows = "".join(f"<tr><th>{_xml(name)}</th><td>{_xml(text)}</td></tr>" for name, text in facts)
-    style = ("body{font-family:sans-serif;margin:2em}td{font-family:monospace}"
-             "th{text-align:left;padding-right:1em;vertical-align:top}")
-    return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{_xml(title(sweep))}</title>'
-            f"<style>{style}</style></head>\n<body>\n{drawn}<table>{rows}</table>\n</body></html>\n")
+    """A page with the pictures, the prompts, and what was asked."""
+    rows = "".join(f"<tr><th>{_xml(name)}</th><td>{_xml(text)}</td></tr>" for name, text in _facts(body))
+    name = title(body["sweep"]) if "sweep" in body else f"vlens {body['command']}"
+    return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{_xml(name)}</title>'
+            f"<style>{STYLE}</style></head>\n<body>\n{drawn}<table>{rows}</table>\n<div id=\"said\" hidden></div>\n"
+            f"<script>{SCRIPT}</script>\n</body></html>\n")
+
+
+def _facts(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    model, sweep = body["model"], body.get("sweep")
+    yield "model", f"{model['name']} ({model['family']}" + (f", {model['dtype']})" if model["dtype"] else ")")
+    if sweep:
+        yield from (("prompt", _fed(sweep["tokens"])), ("source", _fed(sweep["source_tokens"])))
+    else:
+        yield from (("prompt", _fed(prompt["tokens"])) for prompt in body.get("prompts", ()))
+    yield from (("edit", edit["expression"]) for prompt in body.get("prompts", ())[:1] for edit in prompt.get("edits", ()))
+    if sweep:
+        yield "cells", f"{sweep['cells']}, {' by '.join(sweep['axes'])}"
+    yield "vlens", body["vlens"]
 
 
 def _fed(tokens: Sequence[dict[str, Any]]) -> str:

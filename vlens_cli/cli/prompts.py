@@ -6,6 +6,7 @@ Standard input is read only where `-` asks for it: a prompt beside an open, sile
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -76,7 +77,16 @@ def _arguments(given: Sources) -> Iterator[Prompt]:
             yield _text(text, "the prompt")
 
 
+def as_utf8(text: str) -> str:
+    """An argument that a locale without UTF-8 has let through byte by byte, as the text that was typed."""
+    try:
+        return os.fsencode(text).decode("utf-8") if any("\udc80" <= char <= "\udcff" for char in text) else text
+    except UnicodeError:
+        return text
+
+
 def _text(text: str, where: str) -> Prompt:
+    text = as_utf8(text)
     if not text:
         raise PromptError(f"{where} is empty", hint="type some text, or --tokens with the ids to feed")
     if any("\ud800" <= char <= "\udfff" for char in text):

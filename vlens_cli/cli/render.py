@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -70,6 +71,15 @@ def _escape(char: str) -> str:
     code = ord(char)
     wide = f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
     return _SHORT.get(char) or (f"\\x{code:02x}" if code < 0x100 else wide)
+
+
+def from_here(text: str) -> str:
+    """A text without the folder in which the user stands, where a path in it begins with that."""
+    try:
+        here = os.getcwd().rstrip("/") + "/"
+    except OSError:  # the folder is gone
+        return text
+    return re.sub(rf"(?<![^\s'\"(]){re.escape(here)}", "", text)
 
 
 def number(value: float | str) -> str:
@@ -166,10 +176,11 @@ def capture(body: dict[str, Any]) -> str:
 
 
 def fired(prompt: dict[str, Any]) -> list[str]:
-    """A line for each intervention, over all of its hook points: how often it was applied."""
+    """A line for each intervention, over all of its hook points: how often it was applied. Files of this folder, which the
+    engine knows by their whole path, are named as they were typed."""
     counts: dict[str, list[int]] = {}
     for edit in prompt.get("edits", ()):
-        counts.setdefault(edit["expression"], []).append(edit["fired"])
+        counts.setdefault(from_here(edit["expression"]), []).append(edit["fired"])
     return [f"{expression}  ({_times(found)})" for expression, found in counts.items()]
 
 
@@ -225,6 +236,11 @@ def _top(entries: list[dict[str, Any]]) -> str:
 # Shares of attention, in percent, from which each mark is drawn; and what a terminal with colours draws it in.
 _SHADES = ((0, "·", ".", "grey50"), (1, "░", ":", "#4a6fe3"), (10, "▒", "+", "#21a585"), (33, "▓", "#", "#b5c934"),
            (66, "█", "@", "#fde725"))
+
+
+def attention(name: str, hook: dict[str, Any], pieces: dict[int, str]) -> list[Table | Text]:
+    """Scores or patterns of one hook point, with their title."""
+    return [line(_title(name, hook), "bold"), *_attention_tables(hook, pieces)]
 
 
 def _attention_tables(hook: dict[str, Any], pieces: dict[int, str]) -> list[Table | Text]:

@@ -97,13 +97,13 @@ def describe(home: runtime.Home, timeout: float = 2.0) -> dict[str, Any] | None:
     return _asked(home, "status", timeout)
 
 
-def proofs(folder: Path) -> list[dict[str, Any]]:
+def proofs(folder: Path, timeout: float = 2.0) -> list[dict[str, Any]]:
     """What the running engines of a model have proved at load (`Session.proof`), with their pids; none of one that is
     still starting, or has another vlens's code."""
     found = []
     for home in runtime.homes():
         status = home.alive()
-        if status is not None and status.folder == str(folder) and (proof := _asked(home, "proof", 2.0)):
+        if status is not None and status.folder == str(folder) and (proof := _asked(home, "proof", timeout)):
             found.append({"pid": status.pid, "fingerprint": status.fingerprint, **proof})
     return found
 

@@ -71,6 +71,8 @@ class Server:
         self._jobs: queue.Queue[Job] = queue.Queue()
         self._session: Any = None
         self._keep_alive = keep_alive
+        # Read once: a config file that breaks later must not end a running engine.
+        self._sleep_after = env.sleep_after()
         # The client that started this process is about to ask.
         self._idle_since = time.monotonic() + FIRST_QUERY
         self._running: tuple[Job, float] | None = None
@@ -97,7 +99,7 @@ class Server:
 
     def _doze(self) -> None:
         """Leave the GPU to others when nobody has asked for a while; the next query wakes the engine."""
-        after = env.sleep_after()
+        after = self._sleep_after
         if after is None or self._running or self._open or time.monotonic() - self._idle_since < after:
             return
         if self._session is not None and self._session.can_sleep:

@@ -168,3 +168,39 @@ def _check(session: Session, logits: torch.Tensor, sums: torch.Tensor, largest: 
         raise QueryError(f"the parts of the stream do not add up to the logit: they are off by {float(off):.1e} of the largest",
                          hint="this model's stream has parts that are not its embedding, attention and MLP outputs",
                          code="attribution_failed")
+
+
+# What a file holds of it
+
+
+def tensors(found: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """`attribution` [asked, pos, part] and, where every layer has heads that can be told apart, `attribution/heads`
+    [asked, pos, layer, head], of what `attribute` gave; float32."""
+    import torch
+
+    if not found:
+        return {}
+    n_asked = len(labels(found)["asked"])
+    parts = torch.tensor([[part["value"] for part in one["parts"]] for one in found])
+    kept = {"attribution": parts.unflatten(0, (n_asked, -1))}
+    if "attribution/heads" in axes(found):
+        heads = [[part["heads"] for part in one["parts"] if "heads" in part] for one in found]
+        kept["attribution/heads"] = torch.tensor(heads).unflatten(0, (n_asked, -1))
+    return kept
+
+
+def axes(found: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
+    """The axes of `tensors`."""
+    if not found:
+        return {}
+    attn = [part for part in found[0]["parts"] if part["hook"].endswith("hook_attn_out")]
+    even = len({len(part.get("heads", ())) for part in attn}) == 1 and "heads" in attn[0]
+    return {"attribution": ["asked", "pos", "part"]} | ({"attribution/heads": ["asked", "pos", "layer", "head"]} if even else {})
+
+
+def labels(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the entries of the axes `asked` and `part` are; the parts and `constant` sum to the logit, `heads` are shares of
+    their layer's attn_out."""
+    asked = [one.get("target") or one["diff"] for one in found if one["pos"] == found[0]["pos"]]
+    return {"asked": asked, "parts": [part["hook"] for part in found[0]["parts"]], "of": found[0]["of"],
+            "constant": [one["constant"] for one in found if one["pos"] == found[0]["pos"]]}

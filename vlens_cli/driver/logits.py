@@ -52,10 +52,13 @@ class Asked:
 
 @dataclass
 class Read:
-    """What was read of one prompt so far: an object a position, and the loss of each row that has a next token."""
+    """What was read of one prompt so far: an object a position, the loss of each row that has a next token, an object a
+    position of each point of the lens, what each part of the stream adds."""
 
     positions: list[dict[str, Any]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    lens: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    attribution: list[dict[str, Any]] = field(default_factory=list)
 
 
 def answer(session: Session, query: LogitsQuery, progress: Progress, into: BinaryIO | None) -> Reply:
@@ -78,14 +81,17 @@ def answer(session: Session, query: LogitsQuery, progress: Progress, into: Binar
     results, seconds = session.run([Request(a.fed.ids, a.wants, edits=a.edits) for a in asked], progress)
     began = time.monotonic()
     explained = _explained(chosen, pair) if query.attribution else []
-    reads, saved = _read_all(reader, asked, results, into)
+    reads = [Read(attribution=attribution.attribute(session, r, a.explained, explained, bool(a.edits)) if explained else [])
+             for a, r in zip(asked, results, strict=True)]
+    saved = _read_all(reader, asked, results, reads, points, into)
     prompts = [
         {"text": a.fed.text, "chunks": result.chunks, "tokens": capture.token_rows(a.fed)}
         | ({"edits": edited.body(result.fired)} if edited.labels else {})
         | {"positions": read.positions}
         | ({"loss": _loss(read.losses)} if query.loss else {})
-        | ({"attribution": attribution.attribute(session, result, a.explained, explained, bool(a.edits))} if explained else {})
-        | ({"lens": [reader.lens(name, a, result) for name in points]} if points else {})
+        | ({"attribution": read.attribution} if explained else {})
+        | ({"lens": [{"hook": name, "layer": session.catalog.layer(name), "positions": read.lens[name]} for name in points]}
+           if points else {})
         for a, result, read in zip(asked, results, reads, strict=True)
     ]
     body = {"schema_version": SCHEMA_VERSION, "command": "logits", "vlens": __version__, "model": session.model_body(),
@@ -168,15 +174,16 @@ class Reader:
     def _unembedded(self, asked: Asked, result: Result) -> Iterator[torch.Tensor]:
         return self.session.in_turn(self._driver.unembed(result.captured[FINAL].at(asked.rows), asked.edits))
 
-    def lens(self, name: str, asked: Asked, result: Result) -> dict[str, Any]:
-        """One hook point's rows, each through the final norm of that row and the unembedding."""
+    def lens(self, name: str, asked: Asked, result: Result, read: Read) -> Iterator[torch.Tensor]:
+        """The logits of one hook point's rows, each through the final norm of that row and the unembedding, in pieces; what
+        is read off them goes into `read`."""
         from vlens_cli.driver import readout
 
-        positions: list[dict[str, Any]] = []
+        positions = read.lens.setdefault(name, [])
         for logits in self.session.in_turn(self._driver.lens(result.captured[name].at(asked.positions).value)):
             rows = asked.positions[len(positions) : len(positions) + len(logits)]
             positions += self._entries(readout.distribution(logits), rows, values=False)
-        return {"hook": name, "layer": self.session.catalog.layer(name), "positions": positions}
+            yield logits
 
     def _entries(self, rows: Distribution, positions: Sequence[int], values: bool) -> list[dict[str, Any]]:
         from vlens_cli.driver import readout
@@ -210,35 +217,45 @@ def _loss(losses: list[float]) -> dict[str, Any]:
     return {"mean": mean, "perplexity": math.inf if mean > MOST_NATS else math.exp(mean), "per_token": losses}
 
 
-def _read_all(reader: Reader, asked: Sequence[Asked], results: Sequence[Result], into: BinaryIO | None
-              ) -> tuple[list[Read], Saved | None]:
+def _read_all(reader: Reader, asked: Sequence[Asked], results: Sequence[Result], reads: Sequence[Read], points: Sequence[str],
+              into: BinaryIO | None) -> Saved | None:
     """Read every prompt; where a file is asked the pieces go into it as they are read."""
-    reads = [Read() for _ in asked]
-    parts = [reader.pieces(*one) for one in zip(asked, results, reads, strict=True)]
+    made = [{"logits": reader.pieces(a, result, read)}
+            | {f"lens/{name}": reader.lens(name, a, result, read) for name in points}
+            for a, result, read in zip(asked, results, reads, strict=True)]
     if into is not None:
-        return reads, _write(reader, asked, results, parts, into)
-    for made in parts:
-        for _ in made:
-            pass
-    return reads, None
+        return _write(reader, asked, results, reads, made, into)
+    for parts in made:
+        for pieces in parts.values():
+            for _ in pieces:
+                pass
+    return None
 
 
-def _write(reader: Reader, asked: Sequence[Asked], results: Sequence[Result], parts: Sequence[Iterator[torch.Tensor]],
-           into: BinaryIO) -> Saved:
-    """Key `logits`, after `N/` where there are several prompts: [pos, d_vocab] of the asked positions."""
+def _write(reader: Reader, asked: Sequence[Asked], results: Sequence[Result], reads: Sequence[Read],
+           made: Sequence[dict[str, Iterator[torch.Tensor]]], into: BinaryIO) -> Saved:
+    """Keys `logits` and `lens/HOOK`, [pos, d_vocab] of the asked positions, and `attribution`; after `N/` where there are
+    several prompts."""
     import torch
 
     from vlens_cli.driver import blob
 
     session, save_dtype = reader.session, reader.query.save_dtype
     dtype = getattr(torch, save_dtype or session.plan.dtype)
-    keys = ["logits"] if len(asked) == 1 else [f"{n}/logits" for n in range(len(asked))]
-    tensors = {key: blob.Pieces((len(a.positions), session.catalog.dims.d_vocab), dtype, made)
-               for key, a, made in zip(keys, asked, parts, strict=True)}
+    tensors: dict[str, Any] = {}
+    positions: dict[str, list[int]] = {}
+    for n, (a, read, parts) in enumerate(zip(asked, reads, made, strict=True)):
+        prefix = "" if len(asked) == 1 else f"{n}/"
+        shape = len(a.positions), session.catalog.dims.d_vocab
+        tensors |= {prefix + key: blob.Pieces(shape, dtype, pieces) for key, pieces in parts.items()}
+        added = attribution.tensors(read.attribution)
+        tensors |= {prefix + key: tensor.to(getattr(torch, save_dtype or "float32")) for key, tensor in added.items()}
+        positions |= {prefix + key: list(a.positions) for key in parts} | {prefix + key: list(a.explained) for key in added}
     fed, chunks = [a.fed for a in asked], [r.chunks for r in results]
     metadata = blob.origin(session.spec, session.plan.dtype, session.catalog, fed, chunks) | {
-        "positions": {key: list(a.positions) for key, a in zip(keys, asked, strict=True)},
-        "axes": {"logits": ["pos", "d_vocab"]}, "hooks": {"logits": session.catalog.definition(LOGITS)},
+        "positions": positions, "axes": {key: ["pos", "d_vocab"] for key in made[0]} | attribution.axes(reads[0].attribution),
+        "hooks": {"logits": session.catalog.definition(LOGITS)},
         "aliases": {"logits": [LOGITS, *session.catalog.aliases(LOGITS)]},
+        **({"attribution": attribution.labels(reads[0].attribution)} if reads[0].attribution else {}),
     }
     return blob.write_safetensors(into, tensors, blob.texts(metadata))

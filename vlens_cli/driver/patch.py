@@ -13,7 +13,7 @@ from vlens_cli.driver.edits import Edited, Plan, check_memory
 from vlens_cli.driver.targets import Target
 from vlens_cli.driver.tokens import Fed
 from vlens_cli.errors import UsageError
-from vlens_cli.query import SCHEMA_VERSION, PatchQuery, Reply
+from vlens_cli.query import SCHEMA_VERSION, PatchQuery, Reply, Saved
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ def answer(session: Session, query: PatchQuery, progress: Progress, into: Binary
         from vlens_cli.driver import sweep
 
         return sweep.answer(session, query, fed, asked, plan, progress, into)
-    return _compare(session, query, fed, asked, plan, progress)
+    return _compare(session, query, fed, asked, plan, progress, into)
 
 
 def last(fed: Fed) -> dict[str, Want]:
@@ -59,7 +59,7 @@ def row_of(result: Result) -> torch.Tensor:
 
 
 def _compare(session: Session, query: PatchQuery, fed: Sequence[Fed], asked: Sequence[Target], plan: Plan,
-             progress: Progress) -> Reply:
+             progress: Progress, into: BinaryIO | None) -> Reply:
     if not plan.steps:
         raise UsageError("nothing is patched: no intervention is given", code="no_intervention",
                          hint="-i 'blocks.8.hook_resid_post[pos=3] = @source', or --sweep layer,pos --hook ...")
@@ -73,11 +73,12 @@ def _compare(session: Session, query: PatchQuery, fed: Sequence[Fed], asked: Seq
     requests = [Request(f.ids, last(f), query.max_new_tokens, edits)
                 for f, patched in zip(fed, edited.edits, strict=True) for edits in ((), patched)]
     results, more = session.run(requests, progress)
-    prompts = []
+    prompts, kept = [], []
     for n, f in enumerate(fed):
         base, patched = results[2 * n : 2 * n + 2]
         source = sources[plan.source_of(n)] if sources else None
         runs = {"base": base, "patched": patched} | ({"source": source} if source else {})
+        kept.append(runs)
         prompts.append({
             "text": f.text, "chunks": patched.chunks - query.max_new_tokens + 1, "tokens": token_rows(f),
             "edits": edited.body(patched.fired),
@@ -87,7 +88,32 @@ def _compare(session: Session, query: PatchQuery, fed: Sequence[Fed], asked: Seq
         })
     notes = (*session.plan.notes, *(note for f in fed for note in f.notes), *edited.notes, *beyond(edited, fed))
     body = head(session) | {"prompts": prompts, "seconds": {"forward": round(seconds + more, 6)}}
-    return Reply(body, tuple(dict.fromkeys(notes)))
+    saved = None if into is None else _save(session, query, fed, kept, prompts, into)
+    return Reply(body, tuple(dict.fromkeys(notes)), saved)
+
+
+def _save(session: Session, query: PatchQuery, fed: Sequence[Fed], kept: Sequence[dict[str, Result]],
+          prompts: Sequence[dict[str, Any]], into: BinaryIO) -> Saved:
+    """The file of `-o`: of each run `RUN/logits` [d_vocab] after the last prompt token, and `RUN/new_tokens` where more
+    than one was generated; after `N/` where there are several prompts."""
+    import torch
+
+    from vlens_cli.driver import blob
+
+    tensors: dict[str, torch.Tensor] = {}
+    for n, runs in enumerate(kept):
+        for name, run in runs.items():
+            key = name if len(kept) == 1 else f"{n}/{name}"
+            tensors[f"{key}/logits"] = row_of(run).cpu().contiguous()
+            if len(run.new_tokens) > 1 and name != "source":
+                tensors[f"{key}/new_tokens"] = torch.tensor(run.new_tokens)
+    origin = blob.origin(session.spec, session.plan.dtype, session.catalog, fed, [p["chunks"] for p in prompts])
+    metadata = origin | {
+        "axes": {"logits": ["d_vocab"], "new_tokens": ["step"]}, "positions": [len(f.ids) - 1 for f in fed],
+        "hooks": {"logits": session.catalog.definition(LOGITS)}, "edits": prompts[0]["edits"],
+        "interventions": list(query.interventions.expressions), "effect": [p["effect"] for p in prompts],
+    }
+    return blob.write_safetensors(into, tensors, blob.texts(metadata))
 
 
 def head(session: Session) -> dict[str, Any]:
@@ -96,12 +122,14 @@ def head(session: Session) -> dict[str, Any]:
 
 
 def run_body(session: Session, query: PatchQuery, run: Result, continued: bool) -> dict[str, Any]:
-    """One run: `top` tokens after the prompt, the entropy, and its continuation."""
+    """One run: `top` tokens after the prompt, the entropy, and its continuation; `ended` is the place in it of the first
+    token that would end it, since generation goes on behind that, for both runs to be of one length."""
     text_of = session.tokens.text_of
     body = _entry(row_of(run), (), query.top, text_of)
     if continued:
         body["new_tokens"] = [{"id": i, "text": text_of(i)} for i in run.new_tokens]
         body["text"] = session.tokens.decode(run.new_tokens)
+        body["ended"] = session.tokens.ended(run.new_tokens)
     return body
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from vlens_cli.driver.boot import translated
 from vlens_cli.driver.hide import hide_broken_packages
 from vlens_cli.errors import PromptError
-from vlens_cli.query import Prompt
+from vlens_cli.query import BOS_NOTE, Prompt
 
 NO_TOKENIZER_HINT = "give token ids: --tokens 1,2,3"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
@@ -71,6 +71,21 @@ class Tokens:
     def decode(self, ids: Sequence[int]) -> str | None:
         """The text of several ids; None without a tokenizer."""
         return self._decode(ids) if self._has_files else None
+
+    def ended(self, ids: Sequence[int]) -> int | None:
+        """The place of the first id that ends a text, by the model's generation config; None where there is none."""
+        return next((n for n, one in enumerate(ids) if one in self._ends), None)
+
+    @cached_property
+    def _ends(self) -> frozenset[int]:
+        for name in ("generation_config.json", "config.json"):
+            try:
+                found = json.loads((Path(self._folder) / name).read_text(encoding="utf-8")).get("eos_token_id")
+            except (OSError, ValueError, AttributeError):
+                continue
+            if found is not None:
+                return frozenset(found if isinstance(found, list) else [found])
+        return frozenset()
 
     def spans(self, fed: Fed, text: str) -> list[tuple[int, int]]:
         """Token ranges [start, stop) that cover each occurrence of `text` in the fed tokens, in order."""
@@ -174,7 +189,7 @@ class Tokens:
         first = self.tokenizer.bos_token_id
         differs = bos is None and first is not None and ids[0] != first
         return (
-            "no BOS token is fed, as this tokenizer has it; TransformerLens would prepend one (--bos does)",
+            BOS_NOTE,
         ) if differs else ()
 
     def _fed(self, ids: list[int], text: str | None, notes: tuple[str, ...] | bool) -> Fed:

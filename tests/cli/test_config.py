@@ -1,0 +1,39 @@
+"""`vlens config`: what is in force, and where it comes from."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from vlens_cli import env
+
+
+def test_every_setting_and_where_it_comes_from(shell):
+    (shell.folder / "vlens.toml").write_text('model = "org/name"\n')
+    user = Path(os.environ["XDG_CONFIG_HOME"]) / "vlens" / "vlens.toml"
+    user.parent.mkdir(parents=True)
+    user.write_text('keep_alive = "2h"\nmodel = "other"\n')
+    body = json.loads(shell.real("config", env={"VLENS_KEEP": "3"}).stdout)
+    assert (body["schema_version"], body["command"]) == (1, "config")
+    found = {one["variable"]: (one["value"], one["origin"]) for one in body["settings"]}
+    assert set(found) == {each.name for each in env.VARIABLES}
+    project = str((shell.folder / "vlens.toml").resolve())
+    assert found["VLENS_MODEL"] == ("org/name", project) and found["VLENS_KEEP_ALIVE"] == ("2h", str(user))
+    assert found["VLENS_KEEP"] == ("3", "VLENS_KEEP") and found["VLENS_DEBUG"] == ("0", "default")
+    assert body["files"] == [{"of": "project", "path": project, "exists": True}, {"of": "user", "path": str(user), "exists": True}]
+    table = shell.real("config", "--table").stdout
+    assert "org/name" in table and f"user file: {user}" in table
+
+
+def test_one_value_alone(shell):
+    assert shell.real("config", "keep_alive").stdout == "15m\n"
+    assert shell.real("config", "VLENS_MODEL", env={"VLENS_MODEL": "x"}).stdout == "x\n"
+    done = shell.real("config", "keepalive")
+    assert done.returncode == 2 and "there is no such setting: keepalive" in done.stderr and "keep_alive" in done.stderr
+
+
+def test_a_project_file_that_is_wrong_stops_with_its_line(shell):
+    (shell.folder / "vlens.toml").write_text("# ours\nmodle = 1\n")
+    done = shell.real("config")
+    assert done.returncode == 2 and "vlens.toml, line 2: unknown key modle" in done.stderr
