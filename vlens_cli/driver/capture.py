@@ -51,13 +51,18 @@ def answer(session: Session, query: CaptureQuery, progress: Progress, into: Bina
 
 def want_of(session: Session, selected: hooks.Selected, fed: Fed) -> Want:
     """What a selection means in one prompt."""
-    dims = _positions(session, selected.key, fed) if selected.key is not None else selected.dim
+    dims = key_positions(session, selected, fed) if selected.key is not None else selected.dim
     return Want(positions_of(session, selected, fed), selected.head, dims)
 
 
 def positions_of(session: Session, selected: hooks.Selected, fed: Fed) -> tuple[int, ...] | None:
     """The positions that a selection means in one prompt; None for all."""
     return None if selected.pos is None else _positions(session, selected.pos, fed)
+
+
+def key_positions(session: Session, selected: hooks.Selected, fed: Fed) -> tuple[int, ...] | None:
+    """The keys that a selection means in one prompt; None for all."""
+    return None if selected.key is None else _positions(session, selected.key, fed)
 
 
 def _positions(session: Session, items: hooks.Items, fed: Fed) -> tuple[int, ...]:
