@@ -15,6 +15,7 @@ import click
 from vlens_cli.cli.render import to_json, visible
 from vlens_cli.errors import PathError, QueryError, UsageError, VlensError
 from vlens_cli.query import SCHEMA_VERSION, Saved
+from vlens_cli.units import size_text
 
 
 def wants_json(as_json: bool, as_table: bool) -> bool:
@@ -62,16 +63,18 @@ def say(text: str) -> None:
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
     """A function that shows what is waited for, in one line of the terminal that is gone afterwards; off a terminal
-    it does nothing."""
-    if not sys.stderr.isatty():
-        yield lambda text: None
-        return
+    it does nothing. What begins with `note: ` is said and stays, anywhere."""
+    tty = sys.stderr.isatty()
     # A copy of the descriptor: the client points the original elsewhere while the engine talks.
     with os.fdopen(os.dup(2), "w", encoding=sys.stderr.encoding, errors="backslashreplace") as terminal:
 
         def show(text: str) -> None:
-            terminal.write(f"\r\x1b[K{visible(text)}")
-            terminal.flush()
+            stays = text.startswith("note: ")
+            if tty or stays:
+                # Whoever no longer reads it does not end the query.
+                with suppress(OSError):
+                    terminal.write("\r\x1b[K" * tty + visible(text) + "\n" * stays)
+                    terminal.flush()
 
         try:
             yield show
@@ -139,6 +142,28 @@ def check_target(name: str, suffix: str = ".safetensors", option: str = "-o") ->
     return path
 
 
+def names_folder(name: str | None) -> bool:
+    """Whether `-o` means a folder: it ends in a slash, or is one."""
+    return name is not None and (name.endswith("/") or os.path.isdir(name))
+
+
+def folder(name: str) -> Path:
+    """The folder that `-o` names, made where it is not there. Raises PathError where it cannot be written."""
+    import tempfile
+
+    path = Path(os.path.realpath(name))
+    if not path.parent.is_dir():
+        raise PathError(f"there is no such folder: {path.parent}", hint=f"mkdir -p '{path.parent}'")
+    try:
+        path.mkdir(exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise PathError(f"this folder cannot be written, {error.strerror}: {path}",
+                        hint="name a folder that you own") from error
+    return path
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write that takes the path's name at the end: whoever looks sees the old file or the whole new one.
@@ -166,12 +191,4 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 def say_saved(path: Path, saved: Saved) -> None:
     """What went into the file of `-o`."""
     plural = "s" * (saved.tensors != 1)
-    say(f"wrote {visible(str(path))}: {saved.tensors} tensor{plural}, {_size(saved.bytes)}")
-
-
-def _size(n_bytes: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if n_bytes < 1000 or unit == "GB":
-            break
-        n_bytes /= 1000
-    return f"{n_bytes:.0f} {unit}" if unit == "bytes" else f"{n_bytes:.1f} {unit}"
+    say(f"wrote {visible(str(path))}: {saved.tensors} tensor{plural}, {size_text(saved.bytes)}")

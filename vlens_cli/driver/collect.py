@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vlens_cli import __version__, hooks, interventions
 from vlens_cli.driver import capture
-from vlens_cli.driver.shards import INDEX, Folder, check_room, cut, engine_version, free_bytes, size_text
+from vlens_cli.driver.shards import INDEX, Folder, check_room, cut, engine_version, free_bytes
 from vlens_cli.driver.tokens import Fed
 from vlens_cli.errors import PromptError, QueryError, UsageError
 from vlens_cli.families import Catalog
 from vlens_cli.models.folder import stamps
 from vlens_cli.query import SCHEMA_VERSION, CollectQuery, Prompt, Reply, Saved
+from vlens_cli.units import size_text
 
 if TYPE_CHECKING:
     from vlens_cli.driver.session import Progress, Session

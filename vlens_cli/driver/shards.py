@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vlens_cli.errors import PathError, QueryError, UsageError
+from vlens_cli.units import size_text
 
 INDEX = "capture.safetensors.index.json"
 DRAFT_END = ".vlens-tmp"
@@ -84,14 +85,6 @@ def check_room(n_bytes: int, free: int, where: str, most: int | None) -> None:
     if n_bytes > free:
         raise UsageError(f"this capture takes {size_text(n_bytes)}, and {size_text(free)} are free in {where}",
                          hint="ask for fewer hooks or positions, --reduce, or --dtype-out bfloat16", code="too_large")
-
-
-def size_text(n_bytes: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if n_bytes < 1000 or unit == "GB":
-            break
-        n_bytes /= 1000
-    return f"{n_bytes:.0f} {unit}" if unit == "bytes" else f"{n_bytes:.1f} {unit}"
 
 
 def free_bytes(path: str | int) -> int:
