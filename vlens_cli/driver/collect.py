@@ -73,7 +73,7 @@ class Collection:
         self.session, self.query, self.progress, self.folder = session, query, progress, folder
         self.catalog: Catalog = session.catalog
         asked = hooks.resolve(map(hooks.parse, query.hooks), self.catalog, query.pos, query.head, query.dim)
-        check_reduction(self.catalog, asked, query.reduce)
+        capture.check_reduction(self.catalog, asked, query.reduce)
         self.tables = [s for s in asked if self.catalog.axes(s.name)[-1] == "key"]
         usual = None if query.pos is None else hooks.parse_items(query.pos, "pos")
         self.groups: list[Rows] = []
@@ -95,7 +95,7 @@ class Collection:
         from vlens_cli.driver import fill
 
         names = [s.name for group in self.groups for s in group.hooks]
-        self.written = written_as(self.session.dtypes(names, self.progress), self.query.save_dtype, self.query.reduce)
+        self.written = fill.written_as(self.session.dtypes(names, self.progress), self.query.save_dtype)
         self._sizes = None
         sizes = ((self._bytes_of(prompts, n), prompts.tokens[n], prompts.texts[n]) for n in range(len(prompts.tokens)))
         spans = cut(sizes, self.query.shard_bytes)
@@ -212,7 +212,7 @@ class Collection:
         check_room(total, free + done, self.query.folder, self.query.max_bytes)
         before = f", {size_text(done)} of them there" if done else ""
         self.progress(f"note: {len(prompts.tokens):,} prompts of {sum(prompts.tokens):,} tokens: {size_text(total)} to "
-                       f"write{before}, {size_text(free)} free")
+                      f"write{before}, {size_text(free)} free")
 
     # What a reply and the files say
 
@@ -221,7 +221,7 @@ class Collection:
         query, spec = self.query, self.session.spec
         read = [one.value.of.path for one in map(interventions.parse, query.interventions.expressions)
                 if isinstance(one.value, interventions.Tensor) and isinstance(one.value.of, interventions.File)]
-        return {
+        identity = {
             "model": spec.name, "revision": spec.revision, "model_files": _hash(stamps(spec.model)),
             "dtype": self.session.plan.dtype, "written_as": query.save_dtype, "vllm_version": engine_version(),
             "hooks": [[s.name, repr(s.pos), s.head, s.dim, repr(s.key)] for group in self.groups for s in group.hooks],
@@ -229,6 +229,8 @@ class Collection:
             "intervention_files": _hash([_stamp(path) for path in read]),
             "shard_size": query.shard_bytes, "n_prompts": len(prompts.tokens), "prompts": prompts.digest,
         }
+        # As it is read back: lists, no tuples.
+        return json.loads(json.dumps(identity))
 
     def metadata(self, identity: dict[str, Any], first: int, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Of one shard, whose prompts are `records`."""
@@ -263,28 +265,6 @@ class Collection:
         bad = [f"left out, {one['where']}: {one['reason']}" for one in prompts.skipped]
         more = [f"and {len(bad) - SHOWN_BAD} more, which {INDEX} names"] if len(bad) > SHOWN_BAD else []
         return Reply(body, (*self.session.plan.notes, *prompts.notes, *bad[:SHOWN_BAD], *more), Saved(len(files), sum(sizes)))
-
-
-def check_reduction(catalog: Catalog, asked: Sequence[hooks.Selected], reduce: str | None) -> None:
-    """Raises UsageError for hook points whose rows do not add up to one: a pattern's are of different lengths."""
-    tables = [s.name for s in asked if catalog.axes(s.name)[-1] == "key"]
-    if reduce not in (None, "last") and tables:
-        raise UsageError(f"the queries of an attention pattern are not reduced to one: {tables[0]}",
-                         hint="--reduce last, or ask for it by itself", code="not_reducible")
-
-
-def written_as(dtypes: dict[str, Any], save_dtype: str | None, reduce: str | None) -> dict[str, Any]:
-    """The torch dtype that each hook point is written in: whole numbers, such as the indices of experts, are not cast.
-
-    Raises UsageError where they would be reduced: they are no measures.
-    """
-    import torch
-
-    whole = [name for name, dtype in dtypes.items() if not dtype.is_floating_point]
-    if reduce not in (None, "last") and whole:
-        raise UsageError(f"{whole[0]} are whole numbers that name something, and have no {reduce}", code="not_reducible")
-    return {name: getattr(torch, save_dtype) if save_dtype and name not in whole else dtype
-            for name, dtype in dtypes.items()}
 
 
 def _hash(what: Any) -> str:

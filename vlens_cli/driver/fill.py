@@ -1,29 +1,34 @@
-"""Fills the shards of one collection: lays them out, sends their prompts through the engine, names them when whole."""
+"""Fills files that are too large to hold: lays them out, sends their prompts through the engine, names them when whole."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import accumulate, islice
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate, islice, starmap
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from vlens_cli.driver import capture
-from vlens_cli.driver.base import Request, Want
+import torch
+
+from vlens_cli.driver import blob, capture
+from vlens_cli.driver.base import Captured, Request, Result, Want
 from vlens_cli.driver.edits import Plan
 from vlens_cli.driver.outlet import Outlet, Place, Slot
-from vlens_cli.driver.shards import Shard, Spec, write_at
+from vlens_cli.driver.shards import MOST_HEADER, Shard, Spec, lay, write_at
 from vlens_cli.driver.tokens import Fed
-from vlens_cli.errors import QueryError
-from vlens_cli.query import RUNNING, Prompt
+from vlens_cli.errors import QueryError, UsageError
+from vlens_cli.query import RUNNING, Prompt, Saved
 
 if TYPE_CHECKING:
     from vlens_cli.driver.base import Edit
     from vlens_cli.driver.collect import Collection, Prompts
-    from vlens_cli.driver.session import Progress
+    from vlens_cli.driver.session import Progress, Session
+    from vlens_cli.query import CaptureQuery
 
 # Between two lines of progress.
 TOLD_EVERY = 0.5
@@ -112,6 +117,71 @@ class Filling:
             raise QueryError(f"the file could not be written, {fault.strerror}", code="output_failed") from fault
 
 
+def written_as(dtypes: dict[str, torch.dtype], save_dtype: str | None) -> dict[str, torch.dtype]:
+    """What each hook point is written in: whole numbers, such as those of experts, are not cast."""
+    cast = getattr(torch, save_dtype) if save_dtype else None
+    return {name: cast if cast and dtype.is_floating_point else dtype for name, dtype in dtypes.items()}
+
+
+# What a count of forwards may take in a header that is laid out before they are counted.
+MOST_CHUNKS = 10**6
+
+
+def one_file(session: Session, query: CaptureQuery, fed: Sequence[Fed], requests: Sequence[Request], into: BinaryIO,
+             progress: Progress) -> tuple[list[Result], float, float, Saved]:
+    """(results whose tensors have no data, seconds of the forward, when it ended, what was written) of a capture that goes
+    into one file while its forward runs. Raises UsageError, QueryError."""
+    written = written_as(session.dtypes([*requests[0].capture], progress), query.save_dtype)
+    shaped = [_empty(session, request, written) for request in requests]
+
+    def about() -> dict[str, str]:
+        wants = [request.capture for request in requests]
+        return blob.about_capture(session.spec, session.plan.dtype, session.catalog, fed, wants, shaped)
+
+    keys = blob.keys_of(shaped)
+    specs = {key: (blob.DTYPES[t.dtype], tuple(t.shape)) for (n, name), key in keys.items()
+             for t in [shaped[n].captured[name].value]}
+    laid = lay(specs, about())
+    if len(laid.header) > MOST_HEADER:
+        raise UsageError(f"one file of {len(specs):,} tensors has a header that readers refuse", code="header_too_large",
+                         hint="-o FOLDER/ joins the rows of prompts")
+    os.ftruncate(into.fileno(), laid.size)
+    outlet = Outlet(written)
+    tally = Tally(progress, len(requests), sum(len(request.tokens) for request in requests))
+
+    def slotted(n: int, request: Request) -> Request:
+        places = {}
+        for name, captured in shaped[n].captured.items():
+            row_bytes = math.prod(captured.value.shape[1:]) * captured.value.itemsize
+            places[name] = Place(into.fileno(), laid.starts[keys[n, name]], row_bytes)
+        return replace(request, slot=Slot(outlet, request.capture, places, len(request.tokens)))
+
+    began = time.monotonic()
+    try:
+        with closing(session.stream(starmap(slotted, enumerate(requests)), progress, outlet.raise_fault)) as ended:
+            for n, result in ended:
+                shaped[n] = replace(result, captured=shaped[n].captured)
+                tally.add(len(requests[n].tokens))
+        seconds, at = time.monotonic() - began, time.time()
+        write_at(into.fileno(), 0, lay(specs, about(), len(laid.header)).header)
+        outlet.close()
+    except OSError as fault:
+        raise QueryError(f"the file could not be written, {fault.strerror}", code="output_failed") from fault
+    finally:
+        outlet.drop()
+    return shaped, seconds, at, Saved(len(specs), laid.size)
+
+
+def _empty(session: Session, request: Request, written: dict[str, torch.dtype]) -> Result:
+    """The result that a request will have, without data."""
+    captured = {}
+    for name, want in request.capture.items():
+        positions = tuple(range(len(request.tokens))) if want.positions is None else want.positions
+        shape = capture.shape_of(session.catalog, name, want, len(request.tokens))
+        captured[name] = Captured(torch.empty(shape, dtype=written[name], device="meta"), positions)
+    return Result(captured, (), MOST_CHUNKS)
+
+
 class Part:
     """The prompts of one shard: what each keeps, and where it lies."""
 
@@ -154,9 +224,9 @@ class Part:
             for key in self._row_keys(group):
                 found[f"{key}offsets"], found[f"{key}positions"] = ("I64", (len(self.fed) + 1,)), ("I32", (offsets[-1],))
             for s in group.hooks:
-                kind, row = self._of.kind(s.name)[0], self._of.row(s)
+                kind = self._of.kind(s.name)[0]
                 if s not in self._of.tables:
-                    found[f"{self._prefix}/{s.name}"] = kind, (offsets[-1], *row)
+                    found[f"{self._prefix}/{s.name}"] = kind, (offsets[-1], *self._of.row(s))
                     continue
                 for n, fed in enumerate(self.fed):
                     want, rows = self.wants[n][s.name], offsets[n + 1] - offsets[n]

@@ -20,7 +20,7 @@ from vlens_cli.driver.proof import PROOF_TOKENS, TOLERANCE, WRITTEN_TOGETHER
 from vlens_cli.driver.tokens import Tokens
 from vlens_cli.driver.unembed import UNEMBED_ROWS
 from vlens_cli.driver.weights import LiveWeights
-from vlens_cli.errors import LOG_HINT, HookError, QueryError, StartError, UsageError, VlensError
+from vlens_cli.errors import HookError, QueryError, StartError, UsageError
 from vlens_cli.families import Catalog
 from vlens_cli.query import EngineSpec
 
