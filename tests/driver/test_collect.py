@@ -110,7 +110,7 @@ def alone(one: session.Session, record: dict, names=(POST,), **want) -> dict[str
 @pytest.mark.parametrize("fields", [{}, {"chunk": 16}], ids=["whole", "chunks"])
 def test_every_row_is_that_of_the_prompt_alone(opened, tmp_path, fields):
     one, records, said = opened(**fields), prompts(), []
-    body = collect(one, tmp_path / "out", records, *KINDS, shard_bytes=2_000_000, said=said)
+    body = collect(one, tmp_path / "out", records, *KINDS, shard_bytes=800_000, said=said)
     assert len(body["shards"]) > 3 and not list((tmp_path / "out").glob(".*"))
     (note,) = [text for text in said if text.startswith("note:")]
     assert "24 prompts of 406 tokens" in note and "MB to write" in note

@@ -143,8 +143,8 @@ def check_target(name: str, suffix: str = ".safetensors", option: str = "-o") ->
 
 
 def names_folder(name: str | None) -> bool:
-    """Whether `-o` means a folder: it ends in a slash, or is one."""
-    return name is not None and (name.endswith("/") or os.path.isdir(name))
+    """Whether `-o` means a folder: it ends in a slash, or is one and is not called as a file would be."""
+    return name is not None and (name.endswith("/") or os.path.isdir(name) and not name.endswith(".safetensors"))
 
 
 def folder(name: str) -> Path:
