@@ -63,7 +63,7 @@ def run(asked: Typed, check: Callable[[CollectQuery, dict[str, Any]], None], as_
 def _ask(asked: Typed, model: models.Model, query: CollectQuery, spool: BinaryIO, how: Any, check: Callable[[], None]) -> Any:
     from vlens_cli.daemon import client
 
-    spec = options.spec(model, asked.dtype, asked.max_len, asked.chunk)
+    spec = options.spec(model, asked._asdict())
     try:
         with output.progress() as show:
             return client.ask(spec, query, show, spool, how, check)

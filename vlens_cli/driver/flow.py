@@ -36,6 +36,8 @@ class Flow:
         self._tokens = 0
         self._number = 0
         self._over = self._draining = self._worked = False
+        # One that was asked for, and did not fit beside those in flight.
+        self._next: Request | None = None
         self._ended, self._since = 0, time.monotonic()
 
     def run(self, requests: Iterator[Request | None]) -> Iterator[tuple[int, Result]]:
@@ -71,13 +73,17 @@ class Flow:
     def _fill(self, requests: Iterator[Request | None]) -> None:
         while not (self._over or self._draining or self._worked and self._waiting()) and (
                 not self._flying or self._tokens < max(LEAST_TOKENS, self._driver.rate * SECONDS)):
-            match next(requests, self):
-                case Request() as request:
-                    self._add(request)
-                case None:
-                    self._draining = True
-                case _:
-                    self._over = True
+            request = next(requests, self) if self._next is None else self._next
+            self._next = None
+            if request is self:
+                self._over = True
+            elif request is None:
+                self._draining = True
+            elif self._flying and not self._driver.fits([one for _, one in self._flying.values()], request):
+                self._next = request
+                return
+            else:
+                self._add(request)
 
     def _add(self, request: Request) -> None:
         key = uuid.uuid4().hex

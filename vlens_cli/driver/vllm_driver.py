@@ -413,6 +413,10 @@ class VLLMDriver:
             finished |= self.step()
         return [finished[key] for key in keys]
 
+    def fits(self, in_flight: Sequence[Request], request: Request) -> bool:
+        """Whether a request can run beside others."""
+        return True
+
     def submit(self, key: str, request: Request) -> None:
         """Give the engine a request, under a name of its own."""
         from vllm import SamplingParams

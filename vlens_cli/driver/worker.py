@@ -118,8 +118,8 @@ class LensWorker(EngineWorker):
         self._slots[key] = slot
 
     def vlens_take(self, key: str) -> dict[str, Any]:
-        """{"values": name -> ([pos, ...] on the host, positions), none of what goes to a slot; "chunks": forwards, "fired": forwards that each edit was
-        applied in} of one finished request.
+        """{"values": name -> ([pos, ...] on the host, positions), "chunks": forwards, "fired": forwards that each edit was
+        applied in} of one finished request; where it has a slot, its values go there.
 
         Raises what a tap raised.
         """
@@ -254,30 +254,32 @@ class LensWorker(EngineWorker):
             return str(miss)
 
     def _finish(self, record: Record, name: str) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """A point's value and its positions: unembedded where it is the logits, rebuilt where it is made of others."""
-        point, want = self._taps.points[name], record.wants[name]
+        """A point's value on the host and its positions: unembedded, rebuilt or reduced where it is."""
+        value, positions = self._formed(record, name)
+        if self._taps.points[name].row.derive == "unembed" and positions:
+            value = _whole([logits for _, logits in self._unembedded(value, record, positions, record.wants[name].dims)])
+        if record.wants[name].reduce is not None and positions:
+            value = reduced(record.wants[name].reduce, value)
+        return value.cpu(), positions
+
+    def _formed(self, record: Record, name: str) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """The rows that were kept of a point, or what is rebuilt from them; of logits the final norm's."""
+        point = self._taps.points[name]
         if point.of:
-            return attention.rebuild(point, want, [_joined(record, point.source(source)) for source in point.of])
-        rows, positions = _joined(record, name)
-        if point.row.derive == "unembed" and positions:
-            rows = _whole([logits for _, logits in self._unembedded(rows, record, positions, want.dims)])
-        if want.reduce is not None and positions:
-            rows = reduced(want.reduce, rows)
-        return rows.cpu(), positions
+            return attention.rebuild(point, record.wants[name], [_joined(record, point.source(source)) for source in point.of])
+        return _joined(record, name)
 
     @torch.inference_mode()
     def _send(self, record: Record, name: str) -> None:
-        """What is formed when the request has ended, to its slot: logits in pieces, what is rebuilt one by one."""
+        """What is there when the request has ended, to its slot: logits in pieces, what is rebuilt one by one."""
         point, slot = self._taps.points[name], record.slot
+        value, positions = self._formed(record, name)
         if point.row.derive == "unembed":
-            rows, positions = _joined(record, name)
-            for piece, logits in self._unembedded(rows, record, positions, record.wants[name].dims):
-                slot.outlet.put(slot, name, piece, logits)
+            for at, logits in self._unembedded(value, record, positions, record.wants[name].dims):
+                slot.outlet.put(slot, name, at, logits)
         elif "pos" in point.row.axes:
-            value, positions = self._finish(record, name)
             slot.outlet.put(slot, name, positions, value)
         else:
-            value, positions = self._finish(record, name)
             slot.outlet.put_whole(slot, name, positions, value)
 
     @torch.inference_mode()
