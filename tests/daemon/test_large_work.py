@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -74,21 +73,14 @@ def test_killed_in_the_middle(engine, whole, victim):
     assert files(folder) == whole
 
 
-def test_a_small_question_is_answered_in_the_middle(engine, whole):
-    folder = engine.work / "busy"
-    asked = collecting(engine, "busy")
+def test_a_small_question_is_answered_in_the_middle_and_the_asker_can_leave(engine, whole):
+    lines = (engine.work / "prompts.jsonl").read_text()
+    (engine.work / "more.jsonl").write_text("\n".join([lines] * 20))
+    folder = engine.work / "left"
+    asked = collecting(engine, "left", "-f", "more.jsonl")
     until(has_begun(folder), engine, asked)
     found = engine.run("capture", "--hook", "blocks.1.hook_resid_post", "--chunk", "64", "The Eiffel Tower")
     assert found["prompts"][0]["hooks"] and asked.poll() is None, "it waited for the end"
-    finish(asked)
-    assert files(folder) == whole
-    shutil.rmtree(folder)
-
-
-def test_broken_off_by_its_asker(engine, whole):
-    folder = engine.work / "interrupted"
-    asked = collecting(engine, "interrupted")
-    until(has_begun(folder), engine, asked)
     asked.send_signal(signal.SIGINT)
     asked.communicate(timeout=60)
     assert asked.returncode == 130

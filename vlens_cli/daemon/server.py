@@ -55,7 +55,8 @@ class Job:
 
     def progress(self, text: str, phase: str = "") -> None:
         """A line for the asker; `phase` says what is lost if this process ends now: wait, start or run."""
-        phase = phase or ("run" if text.startswith(RUNNING) else "start")
+        running = text.startswith(RUNNING) or text.startswith("note: ") and self.told.is_set()
+        phase = phase or ("run" if running else "start")
         self.events.put({"progress": text, "phase": phase})
         if phase == "run":
             # If the forward ends this process, the asker must know that it had begun, or it asks another engine.

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vlens_cli import __version__, hooks, interventions
-from vlens_cli.driver import capture
+from vlens_cli.driver import boot, capture
+from vlens_cli.driver.edits import Plan
 from vlens_cli.driver.shards import INDEX, Folder, check_room, cut, engine_version, free_bytes
 from vlens_cli.driver.tokens import Fed
 from vlens_cli.errors import PromptError, QueryError, UsageError
@@ -139,6 +140,9 @@ class Collection:
         prompt = Prompt(record.get("text"), None if tokens is None else tuple(tokens), query.chat, query.system)
         fed = self.session.tokens.feed(prompt, query.bos, shown=False)
         self.session.check_fed(fed, query.one_chunk)
+        if query.interventions.expressions:
+            # Making it checks it against this prompt.
+            Plan(self.session, query.interventions, [self.session.tokens.feed(Prompt(tokens=fed.ids), None)], query.bos)
         counts = [self.rows(self.positions(group, fed), fed) for group in self.groups]
         tables = sum(self._numbers(s, fed, counts[n]) for n, group in enumerate(self.groups) for s in group.hooks
                      if s in self.tables)
@@ -182,10 +186,8 @@ class Collection:
     def kind(self, name: str) -> tuple[str, int]:
         """The format's name of a hook point's type in the file, and bytes a number; before the engine has said what it
         gives, its own dtype's."""
-        from vlens_cli.driver.boot import BYTES
-
         if not self.written:
-            return "", BYTES[self.query.save_dtype or self.session.plan.dtype]
+            return "", boot.BYTES[self.query.save_dtype or self.session.plan.dtype]
         from vlens_cli.driver.blob import DTYPES
 
         return DTYPES[self.written[name]], self.written[name].itemsize
@@ -209,6 +211,9 @@ class Collection:
         """Say how large it will be; refuse what the disk does not hold. Raises UsageError."""
         total = sum(self._bytes_of(prompts, n) for n in range(len(prompts.tokens)))
         free = free_bytes(self.query.folder)
+        if self.tables:
+            # They are formed whole, one after the other.
+            self.session.check_memory(boot.BYTES[self.session.plan.dtype] * max(prompts.tables) // len(self.tables))
         check_room(total, free + done, self.query.folder, self.query.max_bytes)
         before = f", {size_text(done)} of them there" if done else ""
         self.progress(f"note: {len(prompts.tokens):,} prompts of {sum(prompts.tokens):,} tokens: {size_text(total)} to "

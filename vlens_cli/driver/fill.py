@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 # Between two lines of progress.
 TOLD_EVERY = 0.5
 BAR = 24
+# Prompts whose interventions are made together: their values are held meanwhile.
+TOGETHER = 64
 
 
 def run(of: Collection, prompts: Prompts, identity: dict[str, Any], spans: dict[str, tuple[int, int]],
@@ -55,7 +57,6 @@ class Filling:
         self._of, self._prompts, self._identity = of, prompts, identity
         self._outlet = Outlet(of.written)
         self._shards: list[Shard] = []
-        self._in_flight: list[tuple[Shard, int]] = []
         self._flying: dict[int, tuple[Shard, int]] = {}
 
     def run(self, spans: dict[str, tuple[int, int]]) -> None:
@@ -92,20 +93,21 @@ class Filling:
             self._shards = [shard for shard in self._shards if shard.file is not None]
             self._shards.append(shard := self._open(name, part, records))
             part.write_offsets(shard)
-            edits: Sequence[tuple[Edit, ...]] = [()] * len(records)
-            if self._of.query.interventions.expressions:
-                plan = part.plan()
-                if sources := plan.source_requests():
-                    # A run of their own, so that they are there before the first that needs them.
-                    yield None
-                    edits = plan.edited(self._of.session.run(sources, self._of.progress)[0]).edits
-                else:
-                    edits = plan.edited(()).edits
-            for n, fed in enumerate(part.fed):
-                self._flying[number] = shard, len(fed.ids)
-                number += 1
-                slot = Slot(self._outlet, part.wants[n], part.places(shard, n), len(fed.ids))
-                yield Request(fed.ids, slot.wants, edits=edits[n], slot=slot)
+            for start in range(0, len(records), TOGETHER):
+                several = range(start, min(start + TOGETHER, len(records)))
+                edits: Sequence[tuple[Edit, ...]] = [()] * len(several)
+                if self._of.query.interventions.expressions:
+                    plan = part.plan(several)
+                    sources = plan.source_requests()
+                    if sources:
+                        # A run of their own, when what is in flight has ended.
+                        yield None
+                    edits = plan.edited(self._of.session.run(sources, self._of.progress)[0] if sources else ()).edits
+                for n, edit in zip(several, edits, strict=True):
+                    self._flying[number] = shard, len(part.fed[n].ids)
+                    number += 1
+                    slot = Slot(self._outlet, part.wants[n], part.places(shard, n), len(part.fed[n].ids))
+                    yield Request(part.fed[n].ids, slot.wants, edits=edit, slot=slot)
 
     def _open(self, name: str, part: Part, records: Sequence[dict[str, Any]]) -> Shard:
         texts = {key: json.dumps(value, ensure_ascii=False)
@@ -208,10 +210,10 @@ class Part:
                                    for group, at in zip(self._of.groups, positions, strict=True) for s in group.hooks}
         return self._shared[asked]
 
-    def plan(self) -> Plan:
-        """The interventions in these prompts, whose texts are looked up for it."""
+    def plan(self, several: Sequence[int]) -> Plan:
+        """The interventions in some of the prompts, whose texts are looked up for it."""
         tokens = self._of.session.tokens
-        fed = [tokens.feed(Prompt(tokens=one.ids), None) for one in self.fed]
+        fed = [tokens.feed(Prompt(tokens=self.fed[n].ids), None) for n in several]
         return Plan(self._of.session, self._of.query.interventions, fed, self._of.query.bos)
 
     def tensors(self) -> dict[str, Spec]:

@@ -137,7 +137,11 @@ class Outlet:
         """Queue rows [start, stop) of `value` for byte `offset` of `file`, each; the tensor is not used again."""
         host, event = _to_host(value.to(self._dtypes[name]).contiguous())
         with self._changed:
-            self._changed.wait_for(lambda: not self._queued or self._queued + host.nbytes <= MOST_QUEUED)
+            self._changed.wait_for(lambda: self._fault is not None or not self._queued or
+                                   self._queued + host.nbytes <= MOST_QUEUED)
+            if self._fault is not None:
+                # Nothing is written any more; the query is told between two steps.
+                return
             self._queued += host.nbytes
             self._jobs.append(lambda: self._write(host, event, places))
             self._changed.notify_all()
