@@ -75,6 +75,7 @@ class Filling:
             if error.code == "output_failed":
                 # The outlet knows files by their descriptors alone.
                 error.message += f": {self._of.query.folder}"
+                error.hint = "make room; --resume goes on with what is finished"
             raise
         finally:
             self._outlet.drop()
