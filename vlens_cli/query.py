@@ -14,6 +14,7 @@ SCHEMA_VERSION = 1
 # What --compile builds in where nothing else is named: of these, those that a family has.
 COMPILE_HOOKS = ("hook_embed", "blocks.*.hook_resid_post", "blocks.*.hook_attn_out", "blocks.*.hook_mlp_out",
                  "ln_final.hook_out")
+REDUCTIONS = ("mean", "last", "max", "norm")
 METRICS = ("logit_diff", "prob", "recovery")
 SWEEP_AXES = ("layer", "pos", "head")
 # The progress line after which a query fails, and no longer the start of its engine.
@@ -54,12 +55,13 @@ class EngineSpec:
 @dataclass(frozen=True)
 class Prompt:
     """One prompt: either `text` or token ids. `chat` runs the text through the model's chat template,
-    `system` is its system message."""
+    `system` is its system message. `id` is what a file calls it."""
 
     text: str | None = None
     tokens: tuple[int, ...] | None = None
     chat: bool = False
     system: str | None = None
+    id: str | int | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,8 @@ class CaptureQuery:
     save_dtype  cast what is written to a file (None: the engine's own dtype)
     one_chunk   refuse a prompt that needs more than one forward
     interventions  changes of the forward that is captured from
+    reduce      one row a prompt instead of one a position: their mean, last, max or norm
+    max_bytes   refuse a larger file
     """
 
     verb: ClassVar[str] = "capture"
@@ -120,6 +124,8 @@ class CaptureQuery:
     save_dtype: str | None = None
     one_chunk: bool = False
     interventions: Interventions = Interventions()
+    reduce: str | None = None
+    max_bytes: int | None = None
 
     def summary(self) -> str:
         """What this asks, in a few words, for who waits behind it."""
@@ -130,7 +136,64 @@ class CaptureQuery:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> CaptureQuery:
+        _check_reduction(fields["reduce"])
         return cls(**{**fields, "prompts": tuple(map(_prompt, fields["prompts"])), "hooks": _texts(fields["hooks"]),
+                      "interventions": Interventions.from_json(fields["interventions"])})
+
+
+def _check_reduction(reduce: Any) -> None:
+    if reduce not in (None, *REDUCTIONS):
+        raise TypeError("no such reduction")
+
+
+@dataclass(frozen=True)
+class CollectQuery:
+    """`vlens capture -o FOLDER/`: any number of prompts, which come through the open file: JSON lines with `text` or
+    `tokens`, perhaps an `id`, and `where`, which names the line in an error.
+
+    count        lines of the file
+    folder       where the shards go, an absolute path; `token` is part of the names of what is not whole yet
+    shard_bytes  about the size of a shard
+    resume       go on with what the folder holds
+    skip_bad     leave prompts out that cannot be fed, instead of refusing them all
+    chat, system, bos and the rest as in Prompt and CaptureQuery
+    """
+
+    verb: ClassVar[str] = "collect"
+
+    count: int
+    folder: str
+    token: str
+    hooks: tuple[str, ...]
+    pos: str | None = None
+    head: str | None = None
+    dim: str | None = None
+    chat: bool = False
+    system: str | None = None
+    bos: bool | None = None
+    save_dtype: str | None = None
+    one_chunk: bool = False
+    interventions: Interventions = Interventions()
+    reduce: str | None = None
+    shard_bytes: int = 10**9
+    max_bytes: int | None = None
+    resume: bool = False
+    skip_bad: bool = False
+
+    def summary(self) -> str:
+        """What this asks, in a few words, for who waits behind it."""
+        return f"{len(self.hooks)} hooks in {self.count} prompts"
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> CollectQuery:
+        _check_reduction(fields["reduce"])
+        # It is part of a file's name.
+        if not fields["token"].isalnum() or not fields["folder"].startswith("/") or fields["shard_bytes"] < 1:
+            raise TypeError("a token of letters and digits, an absolute path and a size are needed")
+        return cls(**{**fields, "hooks": _texts(fields["hooks"]),
                       "interventions": Interventions.from_json(fields["interventions"])})
 
 
@@ -312,12 +375,12 @@ class SleepQuery:
 
 
 QUERIES: dict[str, type[Query]] = {
-    query.verb: query for query in (CaptureQuery, PatchQuery, LogitsQuery, ParamQuery, StartQuery, SleepQuery)
+    query.verb: query for query in (CaptureQuery, CollectQuery, PatchQuery, LogitsQuery, ParamQuery, StartQuery, SleepQuery)
 }
 
 
 class Saved(NamedTuple):
-    """What was written into the file that the asker opened."""
+    """What was written into the file that the asker opened, or into files of its folder."""
 
     tensors: int
     bytes: int

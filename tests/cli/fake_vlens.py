@@ -6,6 +6,7 @@ The reply obeys the shape that the real one has; each value is its own position,
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -14,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlens_cli import hooks
-from vlens_cli.errors import StartError
+from vlens_cli.errors import QueryError, StartError
 from vlens_cli.families import catalog_for
-from vlens_cli.query import CaptureQuery, EngineSpec, Reply, Saved
+from vlens_cli.query import CaptureQuery, CollectQuery, EngineSpec, Reply, Saved
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -56,6 +57,8 @@ def ask(
         raise ZeroDivisionError("one\nbug")
     if mode == "pipe":
         raise BrokenPipeError(32, "Broken pipe")
+    if isinstance(query, CollectQuery):
+        return _collected(spec, query, progress, into, mode)
     prompts = [_prompt(spec, query, prompt) for prompt in query.prompts]
     model = {"name": spec.name, "folder": spec.model, "revision": None, "family": "llama", "dtype": "float32"}
     body = {"schema_version": 1, "command": "capture", "vlens": "0.1.0", "model": model, "prompts": prompts}
@@ -64,6 +67,22 @@ def ask(
     if into is not None:
         into.write(BLOB)
     return Reply(body, notes=("two BOS\x1b[0m",), saved=None if into is None else Saved(1, len(BLOB)))
+
+
+def _collected(spec: EngineSpec, query: CollectQuery, progress, into, mode: str) -> Reply:
+    progress("note: about 1.0 kB to write")
+    if mode == "died":
+        Path(query.folder, f".capture-00001-of-00001.safetensors.{query.token}.vlens-tmp").write_text("half")
+        raise QueryError("the engine ended during the query", code="engine_died")
+    into.seek(0)
+    lines = [json.loads(line) for line in into]
+    assert len(lines) == query.count
+    Path(query.folder, "capture-00001-of-00001.safetensors").write_bytes(BLOB)
+    model = {"name": spec.name, "folder": spec.model, "revision": None, "family": "llama", "dtype": "float32"}
+    body = {"model": model, "n_prompts": len(lines), "n_tokens": 3 * len(lines), "n_resumed": 1, "skipped": [],
+            "shards": [{"file": "capture-00001-of-00001.safetensors", "prompts": [0, len(lines)], "bytes": len(BLOB)}]}
+    echo = {"query": query.as_json(), "lines": lines} if mode == "echo" else {}
+    return Reply(body | echo, saved=Saved(1, len(BLOB)))
 
 
 def _prompt(spec: EngineSpec, query: CaptureQuery, prompt) -> dict:

@@ -39,14 +39,15 @@ def test_every_option_reaches_the_engine(shell):
         "--head", "3", "--dim", "0:1", "--values", "-o", "a.safetensors", "--save-dtype", "float16", "-m", "some",
         "--dtype", "bfloat16", "--max-len", "99", "--chunk", "16", "--one-chunk", "--keep-alive", "2h", "--chat",
         "--timeout", "3", "-i", "blocks.0.hook_mlp_out   =  0.50", "--seed", "7", "--allow-nan",
-        "--system", "Be.", "--no-bos", "hello",
+        "--system", "Be.", "--no-bos", "--reduce", "mean", "--max-bytes", "2.5MB", "hello",
     )  # fmt: skip
     assert body["query"] == {
-        "prompts": [{"text": "hello", "tokens": None, "chat": True, "system": "Be."}],
+        "prompts": [{"text": "hello", "tokens": None, "chat": True, "system": "Be.", "id": None}],
         "hooks": ["blocks.*.attn.hook_z", "blocks.0.attn.hook_q[pos=0]"],
         "pos": "-1", "head": "3", "dim": "0:1", "bos": False, "values": True, "save_dtype": "float16",
         "one_chunk": True,
         "interventions": {"expressions": ["blocks.0.hook_mlp_out = 0.5"], "sources": [], "seed": 7, "allow_nan": True},
+        "reduce": "mean", "max_bytes": 2_500_000,
     }  # fmt: skip
     assert body["spec"] == {
         "model": "/models/tiny", "name": "some", "revision": None, "dtype": "bfloat16", "max_len": 99, "chunk": 16,
@@ -129,7 +130,7 @@ def test_braces_that_bash_expanded(shell):
         (["-f", "."], "Is a directory"),
         (["-f", "empty.txt"], "there is no prompt in empty.txt"),
         (["-f", "gap.txt"], "gap.txt:2 is empty"),
-        (["-f", "latin.txt"], "latin.txt is not UTF-8 text"),
+        (["-f", "latin.txt"], "latin.txt:1 is not UTF-8 text"),
         (["-f", "bad.jsonl"], "bad.jsonl:2 is not JSON"),
         (["-f", "both.jsonl"], "both.jsonl:1 is neither"),
         (["-f", "list.json"], "list.json:1 is neither"),

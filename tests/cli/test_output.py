@@ -40,7 +40,7 @@ def test_a_write_that_fails_says_why(tmp_path):
     ("size", "text"), [(0, "0 bytes"), (999, "999 bytes"), (23_040, "23.0 kB"), (5e6, "5.0 MB"), (7.25e12, "7250.0 GB")]
 )
 def test_sizes(size, text):
-    assert output._size(size) == text
+    assert output.size_text(size) == text
 
 
 @given(st.text())

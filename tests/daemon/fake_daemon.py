@@ -65,7 +65,7 @@ class FakeSession:
     def started(self) -> bool:
         return self._weights is not None
 
-    def watch(self, cancelled, between) -> None:
+    def watch(self, cancelled, between, waiting) -> None:
         self._cancelled, self._between = cancelled, between
 
     @staticmethod

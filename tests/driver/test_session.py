@@ -52,6 +52,8 @@ def test_files_that_change_while_the_engine_reads_them_are_refused(tiny, tmp_pat
     closed = []
 
     class Reads:
+        asleep = False
+
         def __init__(self, *_):
             if written:
                 (folder / written).touch()
@@ -59,7 +61,7 @@ def test_files_that_change_while_the_engine_reads_them_are_refused(tiny, tmp_pat
         def close(self):
             closed.append(self)
 
-    monkeypatch.setitem(sys.modules, "vlens_cli.driver.vllm_driver", types.SimpleNamespace(VLLMDriver=Reads))
+    monkeypatch.setitem(sys.modules, "vlens_cli.driver.graph.driver", types.SimpleNamespace(driver_for=Reads))
     one = session.Session(EngineSpec(str(folder), "tiny"), json.loads((folder / "config.json").read_text()))
     if written is None:
         assert isinstance(one.driver(lambda text: None), Reads)

@@ -9,7 +9,8 @@ import click
 
 from vlens_cli import hooks, models
 from vlens_cli.cli import asking, complete, options, output, prompts, render
-from vlens_cli.query import CaptureQuery, Reply
+from vlens_cli.errors import UsageError
+from vlens_cli.query import CaptureQuery, CollectQuery, Reply
 
 
 class Typed(NamedTuple):
@@ -39,6 +40,13 @@ class Typed(NamedTuple):
     as_table: bool
     output: str | None
     save_dtype: str | None
+    dataset: str | None
+    column: str | None
+    reduce: str | None
+    max_bytes: int | None
+    shard_size: int | None
+    resume: bool
+    skip_bad: bool
     model: str | None
     dtype: str
     max_len: int | None
@@ -63,6 +71,7 @@ class Typed(NamedTuple):
 @options.interventions
 @options.output_format
 @options.saving
+@options.large
 @options.model
 @options.engine
 def command(**typed: Any) -> None:
@@ -72,16 +81,32 @@ def command(**typed: Any) -> None:
     vlens capture --hook blocks.3.hook_resid_post "The Eiffel Tower is in"
     vlens capture --hook 'blocks.*.attn.hook_z' --pos -1 --head 3 -o z.safetensors "The Eiffel Tower is in"
     vlens capture --hook 'blocks.*.hook_resid_post' --map --html norms.html "The Eiffel Tower is in"
+    vlens capture --hook 'blocks.*.hook_resid_post' -f prompts.jsonl -o activations/
 
     Prompts are arguments, lines of files (-f), token ids (--tokens), or standard input (-).
     """
     asked = Typed(**typed)
     as_json = output.wants_json(asked.as_json, asked.as_table)
     requests = _requests(asked)
-    query = _query(asked)
+    if output.names_folder(asked.output):
+        from vlens_cli.cli import collect
+
+        if asked.svg or asked.html or asked.as_map:
+            raise UsageError("pictures are not drawn of what goes into a folder", hint="leave out --svg, --html and --map")
+        collect.run(asked, partial(_check, requests), as_json)
+        return
+    for option in ("shard_size", "resume"):
+        if getattr(asked, option):
+            raise UsageError(f"--{option.replace('_', '-')} is for the files of a folder", hint="-o FOLDER/")
+    skipped: list[str] = []
+    query = _query(asked, skipped)
     pictures = asking.pictures_of(asked.svg, asked.html)
     target = asking.file_of(asked.output, asked.save_dtype)
+    if target is None and asked.max_bytes is not None:
+        raise UsageError("--max-bytes is for the file of -o, and -o is not given", hint="add -o FILE.safetensors")
     how = options.asking(asked.keep_alive, asked.timeout, asked.no_daemon)
+    for reason in skipped:
+        output.say(f"note: left out, {render.visible(reason)}")
     model = models.resolve(asked.model)
     spec = options.spec(model, asked._asdict())
     reply = asking.ask(spec, query, target, how, partial(_check, requests, query, model.config))
@@ -117,10 +142,11 @@ def _requests(asked: Typed) -> tuple[hooks.HookRequest, ...]:
     return tuple(map(hooks.parse, asked.hooks))
 
 
-def _query(asked: Typed) -> CaptureQuery:
-    given = prompts.sources(asked.prompts, asked.files, asked.tokens)
+def _query(asked: Typed, skipped: list[str]) -> CaptureQuery:
+    given = prompts.sources(asked.prompts, asked.files, asked.tokens, asked.dataset, asked.column)
+    on_bad = (lambda error: skipped.append(error.message)) if asked.skip_bad else None
     return CaptureQuery(
-        prompts=prompts.collect(given, chat=asked.chat, system=asked.system, bos=asked.bos),
+        prompts=prompts.collect(given, chat=asked.chat, system=asked.system, bos=asked.bos, on_bad=on_bad),
         hooks=asked.hooks,
         pos=asked.pos,
         head=asked.head,
@@ -130,10 +156,12 @@ def _query(asked: Typed) -> CaptureQuery:
         save_dtype=asked.save_dtype,
         one_chunk=asked.one_chunk,
         interventions=options.interventions_of(asked),
+        reduce=asked.reduce,
+        max_bytes=asked.max_bytes,
     )
 
 
-def _check(requests: tuple[hooks.HookRequest, ...], query: CaptureQuery, config: dict[str, Any]) -> None:
+def _check(requests: tuple[hooks.HookRequest, ...], query: CaptureQuery | CollectQuery, config: dict[str, Any]) -> None:
     """Refuse what this model does not have, where the engine, which does it too, would be waited for."""
     from vlens_cli import families
 

@@ -159,7 +159,7 @@ engine = together(
 
 saving = together(
     click.option("-o", "--output", metavar="FILE", shell_complete=complete.file, help="Write the tensors to FILE.safetensors."),
-    click.option("--save-dtype", type=click.Choice(["float32", "float16", "bfloat16"]),
+    click.option("--dtype-out", "--save-dtype", "save_dtype", type=click.Choice(["float32", "float16", "bfloat16"]),
                  help="Cast what -o writes. Default: the engine's own dtype."),
 )  # fmt: skip
 
@@ -167,4 +167,31 @@ pictures = together(
     click.option("--svg", metavar="FILE", shell_complete=complete.file, help="Draw it into FILE.svg."),
     click.option("--html", metavar="FILE", shell_complete=complete.file,
                  help="Draw it into FILE.html, a page that needs no network and says what the mouse is on."),
+)  # fmt: skip
+
+class Size(click.ParamType):
+    """A number of bytes: 500MB, 1GB, 2GiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from vlens_cli import units
+
+        size = value if isinstance(value, int) else units.size_of(value)
+        if size is None:
+            self.fail(f"{value} is no size; 500MB, 1GB and 2GiB are", param, ctx)
+        return size
+
+
+# What `capture` takes for large work.
+large = together(
+    click.option("--prompts-from-dataset", "dataset", metavar="FILE", help="Prompts from a Parquet file."),
+    click.option("--column", metavar="NAME", help="Its column with the prompts. Default: text, prompt or tokens."),
+    click.option("--reduce", type=click.Choice(["mean", "last", "max", "norm"]),
+                 help="One row a prompt instead of one a position: over the positions, entry by entry."),
+    click.option("--max-bytes", type=Size(), metavar="SIZE", help="Refuse to write more than this: 500MB, 20GB."),
+    click.option("--shard-size", type=Size(), metavar="SIZE", help="About the size of each file of -o FOLDER/. Default: "
+                 "1GB."),
+    click.option("--resume", is_flag=True, help="Go on with what -o FOLDER/ holds: its prompts are not run again."),
+    click.option("--skip-bad", is_flag=True, help="Leave out lines that are no prompts, and say which."),
 )  # fmt: skip

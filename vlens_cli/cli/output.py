@@ -15,6 +15,7 @@ import click
 from vlens_cli.cli.render import from_here, to_json, visible
 from vlens_cli.errors import PathError, QueryError, UsageError, VlensError
 from vlens_cli.query import SCHEMA_VERSION, Saved
+from vlens_cli.units import size_text
 
 
 def wants_json(as_json: bool, as_table: bool) -> bool:
@@ -68,16 +69,18 @@ def say(text: str) -> None:
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
     """A function that shows what is waited for, in one line of the terminal that is gone afterwards; where a line cannot be
-    taken back, or nobody watches, it does nothing."""
-    if not talks_to_a_person() or os.environ.get("TERM") == "dumb":
-        yield lambda text: None
-        return
+    taken back, or nobody watches, it does nothing. What begins with `note: ` is said and stays, anywhere."""
+    tty = talks_to_a_person() and os.environ.get("TERM") != "dumb"
     # A copy of the descriptor: the client points the original elsewhere while the engine talks.
     with os.fdopen(os.dup(2), "w", encoding=sys.stderr.encoding, errors="backslashreplace") as terminal:
 
         def show(text: str) -> None:
-            terminal.write(f"\r\x1b[K{visible(text)}")
-            terminal.flush()
+            stays = text.startswith("note: ")
+            if tty or stays:
+                # Whoever no longer reads it does not end the query.
+                with suppress(OSError):
+                    terminal.write("\r\x1b[K" * tty + visible(text) + "\n" * stays)
+                    terminal.flush()
 
         try:
             yield show
@@ -145,6 +148,28 @@ def check_target(name: str, suffix: str = ".safetensors", option: str = "-o") ->
     return path
 
 
+def names_folder(name: str | None) -> bool:
+    """Whether `-o` means a folder: it ends in a slash, or is one and is not called as a file would be."""
+    return name is not None and (name.endswith("/") or os.path.isdir(name) and not name.endswith(".safetensors"))
+
+
+def folder(name: str) -> Path:
+    """The folder that `-o` names, made where it is not there. Raises PathError where it cannot be written."""
+    import tempfile
+
+    path = Path(os.path.realpath(name))
+    if not path.parent.is_dir():
+        raise PathError(f"there is no such folder: {path.parent}", hint=f"mkdir -p '{path.parent}'")
+    try:
+        path.mkdir(exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise PathError(f"this folder cannot be written, {error.strerror}: {path}",
+                        hint="name a folder that you own") from error
+    return path
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write that takes the path's name at the end: whoever looks sees the old file or the whole new one.
@@ -172,17 +197,9 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 def say_saved(path: Path, saved: Saved) -> None:
     """What went into the file of `-o`."""
     plural = "s" * (saved.tensors != 1)
-    say(f"wrote {name_of(path)}: {saved.tensors} tensor{plural}, {_size(saved.bytes)}")
+    say(f"wrote {name_of(path)}: {saved.tensors} tensor{plural}, {size_text(saved.bytes)}")
 
 
 def name_of(path: Path) -> str:
     """A file as it is named from where the user stands."""
     return visible(from_here(str(path)))
-
-
-def _size(n_bytes: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if n_bytes < 1000 or unit == "GB":
-            break
-        n_bytes /= 1000
-    return f"{n_bytes:.0f} {unit}" if unit == "bytes" else f"{n_bytes:.1f} {unit}"

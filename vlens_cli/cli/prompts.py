@@ -9,9 +9,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, BinaryIO, NamedTuple
 
 import click
 
@@ -31,32 +33,62 @@ class PromptCommand(click.Command):
 
 
 class Sources(NamedTuple):
-    """Where the prompts of one command line come from, as typed. `n_literal` arguments, the last, are text as is."""
+    """Where the prompts of one command line come from, as typed. `n_literal` arguments, the last, are text as is; `dataset`
+    is a Parquet file, and its prompts are in `column`."""
 
     arguments: Sequence[str] = ()
     files: Sequence[str] = ()
     tokens: Sequence[str] = ()
     n_literal: int = 0
+    dataset: str | None = None
+    column: str | None = None
 
 
-def sources(arguments: Sequence[str], files: Sequence[str], tokens: Sequence[str]) -> Sources:
+def sources(arguments: Sequence[str], files: Sequence[str], tokens: Sequence[str], dataset: str | None = None,
+            column: str | None = None) -> Sources:
     """The sources of the command that runs now, which is a PromptCommand."""
-    return Sources(arguments, files, tokens, click.get_current_context().meta[_LITERAL])
+    return Sources(arguments, files, tokens, click.get_current_context().meta[_LITERAL], dataset, column)
 
 
-def collect(given: Sources, *, chat: bool, system: str | None, bos: bool | None) -> tuple[Prompt, ...]:
-    """All prompts: arguments, then the lines of files, then token ids. Raises PromptError, PathError or UsageError."""
+# A prompt and where it was read: a file and line, or "" where it was typed.
+Placed = tuple[Prompt, str]
+# Takes the error of a bad line, which is then left out.
+OnBad = Callable[[PromptError], None]
+
+
+def collect(given: Sources, *, chat: bool, system: str | None, bos: bool | None, on_bad: OnBad | None = None
+            ) -> tuple[Prompt, ...]:
+    """All prompts: arguments, then the lines of files, then token ids, then a data set's. Raises PromptError, PathError or
+    UsageError."""
+    found = [prompt for prompt, _ in read(given, chat=chat, system=system, bos=bos, on_bad=on_bad)]
+    if not found:
+        raise _no_prompt()
+    return tuple(replace(prompt, chat=chat, system=system) for prompt in found)
+
+
+def read(given: Sources, *, chat: bool, system: str | None, bos: bool | None, on_bad: OnBad | None = None) -> Iterator[Placed]:
+    """The same one by one, as files are read, without `chat` and `system` in them."""
     if system is not None and not chat:
         raise UsageError("--system is a message of the chat template, and --chat is not given", hint="add --chat")
     if [*given.arguments[: len(given.arguments) - given.n_literal], *given.files].count("-") > 1:
         raise UsageError("standard input is asked for twice, and can be read once")
-    found = [*_arguments(given), *_lines(given.files), *map(typed_ids, given.tokens)]
-    if not found:
-        raise PromptError("there is no prompt", hint='type one: "The Eiffel Tower is in", or -f FILE, or - for '
-                          "standard input", code="no_prompt")  # fmt: skip
-    if (chat or bos is not None) and any(prompt.tokens for prompt in found):
-        raise UsageError(f"{'--chat' if chat else '--bos'} changes text, and token ids are fed as they are")
-    return tuple(replace(prompt, chat=chat, system=system) for prompt in found)
+    if not (given.arguments or given.files or given.tokens or given.dataset):
+        raise _no_prompt()
+    data = ()
+    if given.dataset:
+        from vlens_cli.cli import dataset
+
+        data = dataset.read(given.dataset, given.column, _text, _ids, on_bad)
+    for prompt, where in chain(((p, "") for p in _arguments(given)), _lines(given.files, on_bad),
+                               ((typed_ids(text), "") for text in given.tokens), data):
+        if (chat or bos is not None) and prompt.tokens:
+            raise UsageError(f"{'--chat' if chat else '--bos'} changes text, and token ids are fed as they are")
+        yield prompt, where
+
+
+def _no_prompt() -> PromptError:
+    return PromptError("there is no prompt", hint='type one: "The Eiffel Tower is in", or -f FILE, or - for standard input',
+                       code="no_prompt")
 
 
 def _arguments(given: Sources) -> Iterator[Prompt]:
@@ -117,16 +149,26 @@ def typed_ids(text: str, where: str = "--tokens") -> Prompt:
 # Files
 
 
-def _lines(files: Sequence[str]) -> Iterator[Prompt]:
+def _lines(files: Sequence[str], on_bad: OnBad | None) -> Iterator[Placed]:
     for name in files:
         where = "standard input" if name == "-" else name
-        lines = [line.removesuffix("\r") for line in _read(name).removesuffix("\n").split("\n")]
-        if lines == [""]:
+        lines = _read_lines(name, where)
+        first = next(lines, "")
+        second = next(lines, None)
+        if not first and second is None:
             raise PromptError(f"there is no prompt in {where}", code="no_prompt")
-        if name.endswith((".jsonl", ".json")) or _is_json(lines[0]):
-            yield from (_record(line, f"{where}:{n}") for n, line in enumerate(lines, 1) if line.strip())
-        else:
-            yield from (_text(line, f"{where}:{n}") for n, line in enumerate(lines, 1))
+        as_json = name.endswith((".jsonl", ".json")) or isinstance(first, str) and _is_json(first)
+        for n, line in enumerate(chain([first], [] if second is None else [second], lines), 1):
+            if as_json and isinstance(line, str) and not line.strip():
+                continue
+            try:
+                if isinstance(line, PromptError):
+                    raise line
+                yield (_record if as_json else _text)(line, f"{where}:{n}"), f"{where}:{n}"
+            except PromptError as error:
+                if on_bad is None:
+                    raise
+                on_bad(error)
 
 
 def _is_json(line: str) -> bool:
@@ -151,18 +193,47 @@ def _record(line: str, where: str) -> Prompt:
     value, wanted = fields[given[0]], list if given[0] == "tokens" else str
     if not isinstance(value, wanted):
         raise PromptError(f"{where}: {given[0]} is not a {'list of ids' if wanted is list else 'string'}")
-    return _ids(value, where) if wanted is list else _text(value, where)
+    found = _ids(value, where) if wanted is list else _text(value, where)
+    name = fields.get("id")
+    if name is not None and type(name) not in (str, int):
+        raise PromptError(f"{where}: id is neither a string nor a whole number")
+    return found if name is None else replace(found, id=name)
+
+
+def _read_lines(name: str, where: str) -> Iterator[str | PromptError]:
+    """Line by line, without their ends; an error in the place of what is no text."""
+    with _opened(name) as file:
+        try:
+            for n, line in enumerate(file, 1):
+                line = line.removesuffix(b"\n").removesuffix(b"\r")
+                try:
+                    yield line.decode("utf-8-sig" if n == 1 else "utf-8")
+                except UnicodeDecodeError:
+                    yield PromptError(f"{where}:{n} is not UTF-8 text")
+        except OSError as error:
+            raise PathError(f"this file cannot be read, {error.strerror}: {name}") from error
 
 
 def _read(name: str) -> str:
     try:
-        if name != "-":
-            with open(name, "rb") as file:
-                return file.read().decode("utf-8-sig")
-        if sys.stdin is None:
-            raise PromptError("standard input is closed", code="no_prompt")
-        return sys.stdin.buffer.read().decode("utf-8-sig")
+        with _opened(name) as file:
+            return file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise PromptError(f"{'standard input' if name == '-' else name} is not UTF-8 text") from error
     except OSError as error:
         raise PathError(f"this file cannot be read, {error.strerror}: {name}") from error
+
+
+@contextmanager
+def _opened(name: str) -> Iterator[BinaryIO]:
+    if name == "-":
+        if sys.stdin is None:
+            raise PromptError("standard input is closed", code="no_prompt")
+        yield sys.stdin.buffer
+        return
+    try:
+        file = open(name, "rb")
+    except OSError as error:
+        raise PathError(f"this file cannot be read, {error.strerror}: {name}") from error
+    with file:
+        yield file

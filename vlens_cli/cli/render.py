@@ -175,6 +175,18 @@ def capture(body: dict[str, Any]) -> str:
     return draw(*parts)
 
 
+def collected(body: dict[str, Any]) -> str:
+    """What went into a folder."""
+    model = body["model"]
+    rows = [(shard["file"], f"{shard['prompts'][0]} to {shard['prompts'][1] - 1}", f"{shard['bytes']:,}")
+            for shard in body["shards"]]
+    resumed = f", {body['n_resumed']:,} of them there before" if body["n_resumed"] else ""
+    skipped = f", {len(body['skipped']):,} left out" if body["skipped"] else ""
+    return draw(line(visible(f"{model['name']} ({model['family']}, {model['dtype']})")),
+                line(f"{body['n_prompts']:,} prompts of {body['n_tokens']:,} tokens{resumed}{skipped}", "bold"), line(),
+                table([("file", "left"), ("prompts", "right"), ("bytes", "right")], rows))
+
+
 def fired(prompt: dict[str, Any]) -> list[str]:
     """A line for each intervention, over all of its hook points: how often it was applied. Files of this folder, which the
     engine knows by their whole path, are named as they were typed."""

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, NamedTuple
 from vlens_cli.errors import (
     EXIT_BUG, EXIT_FAILED, EXIT_START, BugError, QueryError, StartError, UsageError, VlensError,
 )
-from vlens_cli.query import EngineSpec, Query, Reply
+from vlens_cli.query import CollectQuery, EngineSpec, Query, Reply
 
 Show = Callable[[str], None]
 
@@ -73,13 +73,13 @@ def _ask_daemon(spec: EngineSpec, query: Query, progress: Show, into: BinaryIO |
             answer = _converse(sock, home, query, progress, into, how, check)
         if answer is None:
             # It ended between the connection and the first word: its time was up.
-            _begin_again(into)
+            _begin_again(query, into)
             continue
         if reason := answer.get("restart"):
             if attempt == 0:
                 print(f"note: restarting the engine: {reason}", file=sys.stderr)
             launch.clear_outdated(home, progress)
-            _begin_again(into)
+            _begin_again(query, into)
             continue
         if error := answer.get("error"):
             raise _error(error)
@@ -123,9 +123,9 @@ def _kills() -> int:
     return memory.kills()
 
 
-def _begin_again(into: BinaryIO | None) -> None:
-    """Whoever did not finish may have written already."""
-    if into is not None:
+def _begin_again(query: Query, into: BinaryIO | None) -> None:
+    """Whoever did not finish may have written already; but a file of prompts is only read."""
+    if into is not None and not isinstance(query, CollectQuery):
         into.seek(0)
         into.truncate()
 

@@ -55,7 +55,8 @@ class Job:
 
     def progress(self, text: str, phase: str = "") -> None:
         """A line for the asker; `phase` says what is lost if this process ends now: wait, start or run."""
-        phase = phase or ("run" if text == RUNNING else "start")
+        running = text.startswith(RUNNING) or text.startswith("note: ") and self.told.is_set()
+        phase = phase or ("run" if running else "start")
         self.events.put({"progress": text, "phase": phase})
         if phase == "run":
             # If the forward ends this process, the asker must know that it had begun, or it asks another engine.
@@ -198,7 +199,7 @@ class Server:
         elif self._session.started:
             # From here on its end is this query's failure, also while a long file is tokenized.
             job.progress(RUNNING)
-        self._session.watch(job.gone.is_set, self._between)
+        self._session.watch(job.gone.is_set, self._between, self._small_waits)
         return {"reply": self._session.answer(job.query, job.progress, job.file).as_json()}
 
     def _between(self) -> None:
@@ -212,7 +213,10 @@ class Server:
                 self._jobs.put(job)
         self._running = big
         if big:
-            self._session.watch(big[0].gone.is_set, self._between)
+            self._session.watch(big[0].gone.is_set, self._between, self._small_waits)
+
+    def _small_waits(self) -> bool:
+        return any(self._session.is_small(job.query) for job in list(self._jobs.queue))
 
     # The connections' threads
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from vlens_cli.driver.outlet import Slot
 
 LOGITS = "unembed.hook_out"
 
@@ -20,18 +21,22 @@ LOGITS = "unembed.hook_out"
 @dataclass(frozen=True)
 class Want:
     """What to keep of one hook point: absolute positions (None: all fed tokens) and indices along the head axis
-    and the last axis (None: all). Of attention patterns and scores the positions are the queries', `dims` the keys'."""
+    and the last axis (None: all). Of attention patterns and scores the positions are the queries', `dims` the keys'.
+
+    `reduce` makes one row of the rows of all positions, entry by entry: their mean, their max, or their norm, which is
+    the root of the sum of squares; None keeps the rows."""
 
     positions: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
     dims: tuple[int, ...] | None = None
+    reduce: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        return {"positions": self.positions, "heads": self.heads, "dims": self.dims}
+        return {"positions": self.positions, "heads": self.heads, "dims": self.dims, "reduce": self.reduce}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Want:
-        return cls(**{key: None if value is None else tuple(value) for key, value in fields.items()})
+        return cls(**{key: tuple(value) if isinstance(value, list | tuple) else value for key, value in fields.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +66,8 @@ class Edit:
 class Request:
     """One prompt's token ids, what to keep of its forward, by canonical hook name, and what to change in it, in order.
 
-    `final_logprobs` asks for the log-probabilities of the token after the prompt, from the engine's sampler.
+    `final_logprobs` asks for the log-probabilities of the token after the prompt, from the engine's sampler. With a `slot`
+    what is kept leaves for a file while the forward runs, and the result holds none of it.
     """
 
     tokens: tuple[int, ...]
@@ -69,6 +75,7 @@ class Request:
     max_new_tokens: int = 1
     edits: tuple[Edit, ...] = ()
     final_logprobs: bool = False
+    slot: Slot | None = None
 
 
 @dataclass(frozen=True)

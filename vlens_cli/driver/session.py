@@ -9,16 +9,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from vlens_cli import checkpoint, memory
 from vlens_cli.driver import boot, room
-from vlens_cli.driver.base import Request, Result
+from vlens_cli.driver.base import Request, Result, Want
 from vlens_cli.driver.tokens import Fed, Tokens
 from vlens_cli.errors import PromptError, QueryError, StartError, UsageError
 from vlens_cli.families import catalog_for, check_checkpoint
 from vlens_cli.models.folder import stamps
-from vlens_cli.query import RUNNING, EngineSpec, Prompt, Query, Reply, SleepQuery, StartQuery
+from vlens_cli.query import RUNNING, CollectQuery, EngineSpec, Prompt, Query, Reply, SleepQuery, StartQuery
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vlens_cli.driver.vllm_driver import VLLMDriver
 
 Progress = Callable[[str], None]
+Piece = TypeVar("Piece")
 # Characters or token ids.
 SMALL = 2000
 # How long other queries may be kept waiting.
@@ -50,6 +51,8 @@ class Session:
         self._driver: VLLMDriver | None = None
         self._cancelled: Callable[[], bool] = lambda: False
         self._between: Callable[[], None] = lambda: None
+        self._waiting: Callable[[], bool] = lambda: False
+        self._dtypes: dict[str, torch.dtype] = {}
 
     @property
     def started(self) -> bool:
@@ -67,17 +70,17 @@ class Session:
                              if self.catalog.editable(name) and name not in editable},
         }
 
-    def watch(self, cancelled: Callable[[], bool], between: Callable[[], None]) -> None:
+    def watch(self, cancelled: Callable[[], bool], between: Callable[[], None], waiting: Callable[[], bool]) -> None:
         """Until the next call: break a query off between two steps when `cancelled` says so, and call `between`
-        between two pieces of a large one, with no request in flight."""
-        self._cancelled, self._between = cancelled, between
+        between two pieces of a large one, with no request in flight, when others are `waiting`."""
+        self._cancelled, self._between, self._waiting = cancelled, between, waiting
 
     @staticmethod
     def is_small(query: Any) -> bool:
         """Whether a query may run between two pieces of a large one: about a second's work."""
         prompts, more = getattr(query, "prompts", ()), getattr(query, "max_new_tokens", 1)
         size = sum(len(p.text or p.tokens or ()) + more for p in prompts)
-        return size <= SMALL and not getattr(query, "sweep", ())
+        return size <= SMALL and not getattr(query, "sweep", ()) and not isinstance(query, CollectQuery)
 
     def answer(self, query: Query, progress: Progress, into: BinaryIO | None = None) -> Reply:
         """Answer any query, its tensors into the open file `into`. Raises UsageError before any engine starts,
@@ -93,7 +96,7 @@ class Session:
         """The tokens of each prompt. Raises PromptError for what this engine does not take."""
         fed = [self.tokens.feed(prompt, bos) for prompt in prompts]
         for one in fed:
-            self._check(one, one_chunk)
+            self.check_fed(one, one_chunk)
         return fed
 
     def run(self, requests: Sequence[Request], progress: Progress, variants: bool = False) -> tuple[list[Result], float]:
@@ -102,10 +105,34 @@ class Session:
         driver = self.driver(progress)
         progress(RUNNING)
         began = time.monotonic()
-        run = driver.run_variants if variants else driver.run
-        return run(requests, self._cancelled, self._between), time.monotonic() - began
+        if variants:
+            return driver.run_variants(requests, self._cancelled, self._between), time.monotonic() - began
+        return driver.run(requests, self._cancelled, self._between, self._waiting), time.monotonic() - began
 
-    def in_turn(self, pieces: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    def stream(self, requests: Iterator[Request | None], progress: Progress, check: Callable[[], None]
+               ) -> Iterator[tuple[int, Result]]:
+        """(number, result) of any number of requests as they end, see `VLLMDriver.stream`; `check` is called before each
+        step, and may raise."""
+        cancelled = self._cancelled
+        driver = self.driver(progress)
+        progress(RUNNING)
+
+        def broken_off() -> bool:
+            check()
+            return cancelled()
+
+        return driver.stream(requests, broken_off, self._between, self._waiting)
+
+    def dtypes(self, names: Sequence[str], progress: Progress) -> dict[str, torch.dtype]:
+        """What the engine gives each hook point in, by a forward of the shortest prompt."""
+        new = [name for name in names if name not in self._dtypes]
+        if new:
+            request = Request((0,) * self.plan.shortest_prompt, {name: Want((0,)) for name in new})
+            ((result,), _) = self.run([request], progress)
+            self._dtypes |= {name: captured.value.dtype for name, captured in result.captured.items()}
+        return {name: self._dtypes[name] for name in names}
+
+    def in_turn(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
         """The same pieces; about every second other queries are answered between two of them, and the rest is broken off
         when the asker has left."""
         cancelled, between = self._cancelled, self._between
@@ -163,7 +190,8 @@ class Session:
             self._driver.close()
             self._driver = None
 
-    def _check(self, fed: Fed, one_chunk: bool) -> None:
+    def check_fed(self, fed: Fed, one_chunk: bool) -> None:
+        """Raises PromptError for what this engine does not take."""
         boot.check_tokens(fed.ids, self.catalog.dims.d_vocab, self.plan)
         if one_chunk and len(fed.ids) > self.plan.chunk:
             raise PromptError(

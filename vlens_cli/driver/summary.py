@@ -18,16 +18,12 @@ MOST_MAPPED = 200
 TextOf = Callable[[int], str | None]
 
 
-def row_count(captured: Captured, axes: tuple[str, ...]) -> int:
-    """Rows of statistics: one a position, or, of attention patterns and scores, one a head and query position."""
-    return len(captured.positions) * (len(captured.value) if axes[-1] == "key" else 1)
-
 
 def hook_body(captured: Captured, want: Want, axes: tuple[str, ...], derived: bool, values: bool, rows: bool,
               text_of: TextOf, pattern: bool = False) -> dict[str, Any]:
     """One hook point's part of the reply: shape, dtype, axes, and, if `rows`, its rows of statistics.
 
-    One row a position: statistics are over the whole row (heads and dims together), in fp64; `std` is the population's
+    One row a position, or one for all that are reduced, whose `pos` is how: statistics are over the whole row (heads and dims together), in fp64; `std` is the population's
     (divisor n). `top` lists the entries that are largest by absolute value, with their indices in the model (not in the
     selection); of logits the largest by value, with the tokens' texts.
 
@@ -37,7 +33,7 @@ def hook_body(captured: Captured, want: Want, axes: tuple[str, ...], derived: bo
     value = captured.value
     body: dict[str, Any] = {
         "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch."), "axes": list(axes),
-        "derived": derived,
+        "derived": derived, **({} if want.reduce is None else {"reduce": want.reduce}),
     }
     for axis, chosen in (("positions", want.positions), ("heads", want.heads), ("dims", want.dims)):
         if chosen is not None:
@@ -64,7 +60,7 @@ def _rows(captured: Captured, want: Want, values: bool, text_of: TextOf | None) 
         tops = [[{**entry, "text": text_of(entry["dim"])} for entry in row] for row in tops]
     rows = [
         {"pos": pos, **{key: column[n] for key, column in lists.items()}, "top": tops[n]}
-        for n, pos in enumerate(captured.positions)
+        for n, pos in enumerate(captured.positions if want.reduce is None else [want.reduce])
     ]
     if values:
         for row, exact in zip(rows, value.tolist(), strict=True):

@@ -16,6 +16,7 @@ import torch
 from vlens_cli.driver import attention, internals, writes
 from vlens_cli.driver.base import Edit, Want
 from vlens_cli.driver.locate import Point
+from vlens_cli.driver.outlet import Slot
 
 
 @dataclass
@@ -23,7 +24,8 @@ class Record:
     """What one request asked for, what was kept of it so far, and how many forwards each edit was applied in.
 
     `wants` is what was asked, by point; `reads` has for each point that is read what to keep of it, and the names that
-    `pieces` keep it under: the point's own, and one for each rebuilt point that is made of it.
+    `pieces` keep it under: the point's own, and one for each rebuilt point that is made of it. With a `slot`, what is
+    asked for itself goes there at once.
     """
 
     key: str
@@ -31,6 +33,7 @@ class Record:
     reads: dict[str, list[tuple[str, Want]]]
     edits: dict[str, list[tuple[int, Edit]]]
     fired: list[int]
+    slot: Slot | None = None
     pieces: dict[str, list[tuple[range | list[int], torch.Tensor]]] = field(default_factory=dict)
     chunks: int = 0
     fault: Exception | None = None
@@ -46,9 +49,15 @@ class Record:
     def names(self) -> set[str]:
         return self.reads.keys() | self.edits.keys()
 
+    def leaves(self, point: Point) -> bool:
+        """Whether a point's rows go to the slot as they are read; logits and what is rebuilt are formed at the end."""
+        return self.slot is not None and point.name in self.wants and not point.of and point.row.derive != "unembed"
+
     def keep(self, point: Point, tensors: list[torch.Tensor], segment: internals.Segment) -> None:
         """Copy the asked rows of one step."""
         for kept_as, want in self.reads[point.name]:
+            if kept_as == point.name and self.leaves(point):
+                continue
             positions = _asked(want, segment)
             if len(positions):
                 rows = [_rows(t, positions, segment) for t in tensors]
@@ -183,9 +192,11 @@ class Taps:
         self._step: dict[str, internals.Segment] | None = None
         self._running = False
 
-    def open(self, request: str, key: str, wants: dict[str, Want], edits: Iterable[Edit] = ()) -> None:
+    def open(self, request: str, key: str, wants: dict[str, Want], edits: Iterable[Edit] = (), slot: Slot | None = None
+             ) -> None:
         """A request has entered the batch."""
         record = Record.of(key, wants, self._reads(wants), [writes.on_device(edit, self._device) for edit in edits])
+        record.slot = slot
         self._records[request] = record
         for name in record.names:
             self._asking.setdefault(name, {})[request] = record
@@ -256,6 +267,8 @@ class Taps:
 
     def _watch(self, point: Point) -> None:
         for module in self._modules(point):
+            if point.name in self._on.get(id(module), ()):
+                continue
             asked = self._on.get(id(module), {}) | {point.name: point}
             self._on[id(module)] = {name: asked[name] for name in sorted(asked, key=self._order.__getitem__)}
             if id(module) not in self._handles:
@@ -306,6 +319,7 @@ class Taps:
     def _read(self, point: Point, asking: Asking, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Change, then keep, the rows of each request."""
         tensors = point.tensors(args, kwargs, output)
+        leaving: Asking = []
         for record, segment in asking:
             if point.name in record.edits and point.row.derive in ("normalized", "times_factor"):
                 self._change_formed(point, record, tensors, segment)
@@ -315,6 +329,11 @@ class Taps:
                 record.change(point.name, shaped, _span(segment), segment.start)
             if point.name in record.reads:
                 record.keep(point, tensors, segment)
+            if record.leaves(point):
+                leaving.append((record, segment))
+        if leaving:
+            # Of all requests together: a copy for each of them would take longer than the forward of a small model.
+            leaving[0][0].slot.outlet.keep(point, tensors, leaving, _value)
 
     def _change_formed(self, point: Point, record: Record, tensors: list[torch.Tensor],
                        segment: internals.Segment) -> None:
@@ -334,6 +353,9 @@ class Taps:
             positions = _asked(want, segment)
             if len(positions):
                 kept = after[[p - segment.first for p in positions]]
+                if record.leaves(point):
+                    record.slot.outlet.put(record.slot, point.name, positions, _cut(kept, want))
+                    return
                 record.pieces.setdefault(point.name, []).append((positions, _cut(kept, want)))
 
     def _renormalize(self, point: Point, asking: Asking, args: tuple[Any, ...], kwargs: dict[str, Any],

@@ -43,21 +43,22 @@ class Tokens:
         # What each id decodes to: at most a vocabulary, and a long prompt repeats itself.
         self._texts: dict[int, str] = {}
 
-    def feed(self, prompt: Prompt, bos: bool | None) -> Fed:
-        """Tokenize one prompt. `bos`: add it, leave it out, or (None) follow the tokenizer's own rule.
+    def feed(self, prompt: Prompt, bos: bool | None, shown: bool = True) -> Fed:
+        """Tokenize one prompt. `bos`: add it, leave it out, or (None) follow the tokenizer's own rule. Without `shown`,
+        `texts` and `pieces` are left out: looking each token up takes longer than tokenizing.
 
         Raises PromptError for an empty prompt or a model without a tokenizer or chat template.
         """
         if prompt.tokens is not None:
             ids = list(prompt.tokens)
-            return self._fed(ids, None, self._has_files and self._double_bos(ids))
+            return self._fed(ids, None, self._has_files and self._double_bos(ids), shown)
         if not prompt.text:
             raise PromptError("the prompt is empty")
         text = self._templated(prompt) if prompt.chat else prompt.text
         ids = self._encode(text, prompt.chat, bos)
         if not ids:
             raise PromptError("the prompt has no tokens", hint="--bos feeds the beginning-of-sequence token alone")
-        return self._fed(ids, text, self._double_bos(ids) or self._missing_bos(ids, bos))
+        return self._fed(ids, text, self._double_bos(ids) or self._missing_bos(ids, bos), shown)
 
     def text_of(self, token: int) -> str | None:
         """What one id decodes to; None without a tokenizer."""
@@ -192,7 +193,9 @@ class Tokens:
             BOS_NOTE,
         ) if differs else ()
 
-    def _fed(self, ids: list[int], text: str | None, notes: tuple[str, ...] | bool) -> Fed:
+    def _fed(self, ids: list[int], text: str | None, notes: tuple[str, ...] | bool, shown: bool) -> Fed:
+        if not shown:
+            return Fed(tuple(ids), (), (), text, notes or ())
         if not self._has_files:
             return Fed(tuple(ids), (None,) * len(ids), (None,) * len(ids), text)
         texts = tuple(map(self.text_of, ids))

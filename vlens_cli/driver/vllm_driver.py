@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
 import uuid
 import warnings
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +14,16 @@ import torch
 from vlens_cli import hooks, params
 from vlens_cli.driver import boot, contract, internals
 from vlens_cli.driver.base import LOGITS, Captured, Edit, ForwardResult, Request, Result, Want
+from vlens_cli.driver.flow import Flow
 from vlens_cli.driver.gather import Sharding
 from vlens_cli.driver.proof import PROOF_TOKENS, TOLERANCE, WRITTEN_TOGETHER
 from vlens_cli.driver.tokens import Tokens
 from vlens_cli.driver.unembed import UNEMBED_ROWS
 from vlens_cli.driver.weights import LiveWeights
-from vlens_cli.errors import LOG_HINT, HookError, QueryError, StartError, UsageError, VlensError
+from vlens_cli.errors import HookError, QueryError, StartError, UsageError
 from vlens_cli.families import Catalog
 from vlens_cli.query import EngineSpec
 
-# Other queries run between two batches of one, so a batch is about as long as they may be kept waiting; fewer tokens
-# than these do not fill a processor.
-BATCH_SECONDS = 1.0
-LEAST_BATCH = 512
 FINAL = "ln_final.hook_out"
 FEATURES = frozenset({"capture", "batch", "interventions", "attention_mask", "new_tokens", "weight_access"})
 STREAM = "blocks.0.hook_resid_pre"
@@ -53,7 +47,8 @@ class VLLMDriver:
         self.plan = plan
         self.catalog = catalog
         self.architecture: str = _architecture(spec.model)
-        self._rate = 0.0
+        # Tokens a second, as last seen.
+        self.rate = 0.0
         self._replays = True
         self._llm = boot.boot(spec, plan)
         self.can_sleep = internals.can_sleep()
@@ -93,22 +88,31 @@ class VLLMDriver:
 
     def run(
         self, requests: Sequence[Request], cancelled: Callable[[], bool] = lambda: False,
-        between: Callable[[], None] = lambda: None,
+        between: Callable[[], None] = lambda: None, waiting: Callable[[], bool] = lambda: True,
     ) -> list[Result]:
-        """All requests, in batches of about a second; results in their order.
+        """All requests; results in their order.
 
-        `cancelled` is asked between two steps of the engine, `between` is called between two batches, when no request
-        is in flight: it may run others. Raises UsageError before the forward for what this model cannot do,
-        QueryError after it.
+        `cancelled` is asked between two steps of the engine. Where `waiting` says so, asked about every second, `between`
+        is called when no request is in flight: it may run others. Raises UsageError before the forward for what this
+        model cannot do, QueryError after it.
         """
         for request in requests:
             self._check(request)
-        results: list[Result] = []
-        while len(results) < len(requests):
-            if results:
-                between()
-            results += self._run_batch(self._batch(requests[len(results) :]), cancelled)
-        return results
+        found = dict(Flow(self, cancelled, between, waiting).run(iter(requests)))
+        return [found[n] for n in range(len(requests))]
+
+    def stream(
+        self, requests: Iterator[Request | None], cancelled: Callable[[], bool] = lambda: False,
+        between: Callable[[], None] = lambda: None, waiting: Callable[[], bool] = lambda: True,
+    ) -> Iterator[tuple[int, Result]]:
+        """`run` of any number of requests, each asked for when it is about to be computed: (number, result) as they end.
+        None among them: what is before it ends first. Close it where it is left early."""
+        return Flow(self, cancelled, between, waiting).run(map(self._checked, requests))
+
+    def _checked(self, request: Request | None) -> Request | None:
+        if request is not None:
+            self._check(request)
+        return request
 
     def unembed(self, final: Captured, edits: Sequence[Edit] = ()) -> Iterator[torch.Tensor]:
         """Logits of one request's captured final-norm rows, after its `edits` of the logits: pieces [a few hundred,
@@ -189,33 +193,6 @@ class VLLMDriver:
             warnings.warn(f"variants run as separate requests: replayed logits are off by {error:.1e}", stacklevel=2)
             return None
         return logits[1:]
-
-    def _batch(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """As many of the first requests as the engine does in about a second, one at least."""
-        tokens = list(accumulate(len(r.tokens) + r.max_new_tokens for r in requests))
-        return requests[: max(1, bisect_right(tokens, max(LEAST_BATCH, self._rate * BATCH_SECONDS)))]
-
-    def _run_batch(self, requests: Sequence[Request], cancelled: Callable[[], bool]) -> list[Result]:
-        keys = [uuid.uuid4().hex for _ in requests]
-        began = time.monotonic()
-        try:
-            outputs = self._generate(requests, keys, cancelled)
-            results = [self._result(r, key, out) for r, key, out in zip(requests, keys, outputs, strict=True)]
-        except VlensError:
-            self._abandon()
-            raise
-        except Exception as fault:
-            # The seam: whatever vLLM, torch or a tap raised in the middle of an accepted query.
-            self._abandon()
-            raise QueryError(f"the forward failed: {type(fault).__name__}: {boot.one_line(fault)}",
-                             hint=LOG_HINT) from fault
-        except BaseException:
-            self._abandon()
-            raise
-        fed = sum(len(r.tokens) + r.max_new_tokens for r in requests)
-        if fed >= LEAST_BATCH:
-            self._rate = fed / (time.monotonic() - began)
-        return results
 
     def forward(
         self,
@@ -428,32 +405,46 @@ class VLLMDriver:
             raise UsageError(f"{edit.name} takes a direction of {row[-1]} numbers; this one has {list(edit.direction.shape)}",
                              code="wrong_width")
 
-    def _generate(self, requests: Sequence[Request], keys: list[str],
-                  cancelled: Callable[[], bool] = lambda: False) -> list[Any]:
-        from vllm import SamplingParams
-
-        engine = self._llm.llm_engine
+    def _generate(self, requests: Sequence[Request], keys: list[str]) -> list[Any]:
         for r, key in zip(requests, keys, strict=True):
-            capture = {name: want.as_json() for name, want in r.capture.items()}
-            if r.edits:
-                self._call("vlens_edit", key, r.edits)
-            engine.add_request(key, {"prompt_token_ids": list(r.tokens)}, SamplingParams(
-                max_tokens=r.max_new_tokens, temperature=0.0, ignore_eos=True, detokenize=False,
-                logprobs=-1 if r.final_logprobs else None, extra_args={"vlens": {"key": key, "capture": capture}},
-            ))
+            self.submit(key, r)
         finished: dict[str, Any] = {}
-        while engine.has_unfinished_requests():
-            if cancelled():
-                raise QueryError("the query was broken off: its asker has left", code="cancelled")
-            finished |= {out.request_id: out for out in engine.step() if out.finished}
+        while len(finished) < len(keys):
+            finished |= self.step()
         return [finished[key] for key in keys]
 
-    def _result(self, request: Request, key: str, output: Any) -> Result:
+    def fits(self, in_flight: Sequence[Request], request: Request) -> bool:
+        """Whether a request can run beside others."""
+        return True
+
+    def submit(self, key: str, request: Request) -> None:
+        """Give the engine a request, under a name of its own."""
+        from vllm import SamplingParams
+
+        capture = {} if request.slot else {name: want.as_json() for name, want in request.capture.items()}
+        if request.edits:
+            self._call("vlens_edit", key, request.edits)
+        if request.slot:
+            self._call("vlens_slot", key, request.slot)
+        self._llm.llm_engine.add_request(key, {"prompt_token_ids": list(request.tokens)}, SamplingParams(
+            max_tokens=request.max_new_tokens, temperature=0.0, ignore_eos=True, detokenize=False, skip_clone=True,
+            logprobs=-1 if request.final_logprobs else None, extra_args={"vlens": {"key": key, "capture": capture}},
+        ))
+
+    def step(self) -> dict[str, Any]:
+        """One forward of what is in flight; the outputs of those that have ended."""
+        return {out.request_id: out for out in self._llm.llm_engine.step() if out.finished}
+
+    def result(self, request: Request, key: str, output: Any) -> Result:
+        """What an ended request gave. Raises QueryError where rows or edits are missing."""
         taken = self._call("vlens_take", key)
         new = tuple(output.outputs[0].token_ids)
         captured = {name: Captured(*pair) for name, pair in taken["values"].items()}
-        for name, want in request.capture.items():
-            _check_rows(name, captured[name], want, len(request.tokens) + len(new) - 1, self.catalog.token_axis(name))
+        if request.slot:
+            request.slot.check()
+        for name, one in captured.items():
+            fed = len(request.tokens) + len(new) - 1
+            _check_rows(name, one, request.capture[name], fed, self.catalog.token_axis(name))
         for edit, fired in zip(request.edits, taken["fired"], strict=True):
             if not fired:
                 raise QueryError(f"an edit of {edit.name} was asked and never applied", code="edit_missing")
@@ -469,7 +460,7 @@ class VLLMDriver:
                 logprobs[token] = one.logprob
         return logprobs
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         """Leave nothing of a broken-off batch in the scheduler or in the worker."""
         internals.abort_all(self._llm)
         self._call("vlens_drop")
@@ -514,7 +505,8 @@ def _cut_dims(rows: torch.Tensor, dims: tuple[int, ...] | None) -> torch.Tensor:
 def _check_rows(name: str, captured: Captured, want: Want, fed: int, axis: int) -> None:
     """The rows must be exactly the asked positions; fewer, more or others are an error, never data."""
     asked = tuple(range(fed)) if want.positions is None else want.positions
-    if captured.positions != asked or captured.value.shape[axis : axis + 1] != (len(asked),):
+    rows = len(asked) if want.reduce is None else 1
+    if captured.positions != asked or captured.value.shape[axis : axis + 1] != (rows,):
         raise QueryError(f"{name} gave rows at {_span(captured.positions)} where {_span(asked)} were asked",
                          code="rows_missing")
 

@@ -6,7 +6,7 @@ tensors on the single rank's own process, where nothing is serialized.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,6 +20,7 @@ from vlens_cli.driver.graph import op
 from vlens_cli.driver.graph.proof import GraphProof
 from vlens_cli.driver.graph.taps import GraphTaps
 from vlens_cli.driver.locate import Locator
+from vlens_cli.driver.outlet import Slot, reduced
 from vlens_cli.driver.proof import Proof
 from vlens_cli.driver.replay import Replay, variant
 from vlens_cli.driver.taps import Record, Taps
@@ -60,14 +61,16 @@ class LensWorker(EngineWorker):
             if self._v2:
                 internals.on_layout(self.model_runner, self._lay_out)
         self._edits: dict[str, tuple[Edit, ...]] = {}
+        self._slots: dict[str, Slot] = {}
         self._replay: Replay | None = None
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         for new in scheduler_output.scheduled_new_reqs:
             asked = internals.request_extra(new).get("vlens")
             if asked:
-                wants = {name: Want.from_json(want) for name, want in asked["capture"].items()}
-                self._taps.open(new.req_id, asked["key"], wants, self._edits.pop(asked["key"], ()))
+                slot = self._slots.pop(asked["key"], None)
+                wants = slot.wants if slot else {name: Want.from_json(want) for name, want in asked["capture"].items()}
+                self._taps.open(new.req_id, asked["key"], wants, self._edits.pop(asked["key"], ()), slot)
         self._taps.begin_step()
         with self._visited():
             out = super().execute_model(scheduler_output, *args, **kwargs)
@@ -110,22 +113,32 @@ class LensWorker(EngineWorker):
         """What to change in the request `key`, which has not begun."""
         self._edits[key] = edits
 
+    def vlens_slot(self, key: str, slot: Slot) -> None:
+        """Where to send what the request `key`, which has not begun, is to keep; it says what that is."""
+        self._slots[key] = slot
+
     def vlens_take(self, key: str) -> dict[str, Any]:
         """{"values": name -> ([pos, ...] on the host, positions), "chunks": forwards, "fired": forwards that each edit was
-        applied in} of one finished request.
+        applied in} of one finished request; where it has a slot, its values go there.
 
         Raises what a tap raised.
         """
         record = self._taps.take(key)
         if record.fault is not None:
             raise record.fault
-        values = {name: self._finish(record, name) for name in record.wants}
+        values = {}
+        for name in record.wants:
+            if record.slot is None:
+                values[name] = self._finish(record, name)
+            elif not record.leaves(self._taps.points[name]):
+                self._send(record, name)
         return {"values": values, "chunks": record.chunks, "fired": record.fired}
 
     def vlens_drop(self) -> None:
         """Forget every request: after a query that failed."""
         self._taps.drop_all()
         self._edits.clear()
+        self._slots.clear()
 
     def vlens_state(self) -> dict[str, int]:
         """How many requests and hooks are held: none between queries."""
@@ -143,7 +156,7 @@ class LensWorker(EngineWorker):
     def vlens_unembed(self, rows: torch.Tensor, positions: Sequence[int], edits: tuple[Edit, ...]) -> torch.Tensor:
         """Logits [rows, d_vocab], on the device, of a few final-norm rows of one request, after its edits of them."""
         record = Record.of("", {}, {}, (writes.on_device(edit, self.device) for edit in edits))
-        return self._unembed(rows.to(self.device), record, positions)
+        return _whole([logits for _, logits in self._unembedded(rows.to(self.device), record, positions)])
 
     def vlens_rebuild(self, rows: torch.Tensor) -> torch.Tensor:
         """Logits [rows, d_vocab] of a few final-norm rows, from the weights, without the engine's own unembedding."""
@@ -241,26 +254,48 @@ class LensWorker(EngineWorker):
             return str(miss)
 
     def _finish(self, record: Record, name: str) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """A point's value and its positions: unembedded where it is the logits, rebuilt where it is made of others."""
-        point, want = self._taps.points[name], record.wants[name]
+        """A point's value on the host and its positions: unembedded, rebuilt or reduced where it is."""
+        value, positions = self._formed(record, name)
+        if self._taps.points[name].row.derive == "unembed" and positions:
+            value = _whole([logits for _, logits in self._unembedded(value, record, positions, record.wants[name].dims)])
+        if record.wants[name].reduce is not None and positions:
+            value = reduced(record.wants[name].reduce, value)
+        return value.cpu(), positions
+
+    def _formed(self, record: Record, name: str) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """The rows that were kept of a point, or what is rebuilt from them; of logits the final norm's."""
+        point = self._taps.points[name]
         if point.of:
-            return attention.rebuild(point, want, [_joined(record, point.source(source)) for source in point.of])
-        rows, positions = _joined(record, name)
-        if point.row.derive == "unembed" and positions:
-            rows = self._unembed(rows, record, positions, want.dims)
-        return rows.cpu(), positions
+            return attention.rebuild(point, record.wants[name], [_joined(record, point.source(source)) for source in point.of])
+        return _joined(record, name)
 
     @torch.inference_mode()
-    def _unembed(self, rows: torch.Tensor, record: Record, positions: Sequence[int], dims: tuple[int, ...] | None = None
-                 ) -> torch.Tensor:
-        """[rows, d_vocab] logits of final-norm rows, by the engine's own unembedding, in pieces, after their edits."""
+    def _send(self, record: Record, name: str) -> None:
+        """What is there when the request has ended, to its slot: logits in pieces, what is rebuilt one by one."""
+        point, slot = self._taps.points[name], record.slot
+        value, positions = self._formed(record, name)
+        if point.row.derive == "unembed":
+            for at, logits in self._unembedded(value, record, positions, record.wants[name].dims):
+                slot.outlet.put(slot, name, at, logits)
+        elif "pos" in point.row.axes:
+            slot.outlet.put(slot, name, positions, value)
+        else:
+            slot.outlet.put_whole(slot, name, positions, value)
+
+    @torch.inference_mode()
+    def _unembedded(self, rows: torch.Tensor, record: Record, positions: Sequence[int], dims: tuple[int, ...] | None = None
+                    ) -> Iterator[tuple[Sequence[int], torch.Tensor]]:
+        """(positions, logits [rows, d_vocab]) of final-norm rows, by the engine's own unembedding, in pieces, after their
+        edits."""
         columns = slice(None) if dims is None else list(dims)
-        pieces = []
         for n, piece in enumerate(rows.split(UNEMBED_ROWS)):
-            logits = self._unembedding.logits(piece)
-            record.change(LOGITS, [logits], positions[n * UNEMBED_ROWS :][: len(piece)], counted=False)
-            pieces.append(logits[:, columns])
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            logits, at = self._unembedding.logits(piece), positions[n * UNEMBED_ROWS :][: len(piece)]
+            record.change(LOGITS, [logits], at, counted=False)
+            yield at, logits[:, columns]
+
+
+def _whole(pieces: list[torch.Tensor]) -> torch.Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _joined(record: Record, name: str) -> tuple[torch.Tensor, tuple[int, ...]]:

@@ -27,8 +27,8 @@ class CompiledDriver(VLLMDriver):
     """Its points are those of `plan.built`, what is rebuilt from them, and the logits where the final norm's output is
     among them; every other is refused."""
 
-    def _batch(self, requests: Sequence[Request]) -> Sequence[Request]:
-        return self._fitting(super()._batch(requests))
+    def fits(self, in_flight: Sequence[Request], request: Request) -> bool:
+        return len(self._fitting([*in_flight, request])) > len(in_flight)
 
     def _fitting(self, requests: Sequence[Request]) -> Sequence[Request]:
         return requests[: limits.fitting(requests, self.catalog, self.plan)]

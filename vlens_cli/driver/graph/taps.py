@@ -18,6 +18,7 @@ from vlens_cli.driver.base import LOGITS, Edit, Want
 from vlens_cli.driver.graph import limits, op, programs
 from vlens_cli.driver.graph.tables import Site, Tables
 from vlens_cli.driver.locate import Point
+from vlens_cli.driver.outlet import Slot
 from vlens_cli.driver.taps import Record, Taps, _value
 
 
@@ -33,6 +34,10 @@ class GraphRecord(Record):
     block: programs.Block | None = None
     settled: int = 0
     taken: dict[int, list[tuple[Sequence[int], torch.Tensor, int]]] = field(default_factory=dict)
+
+    def leaves(self, point: Point) -> bool:
+        """Rows are collected when the request has ended, for its slot too."""
+        return False
 
 
 @dataclass
@@ -80,11 +85,12 @@ class GraphTaps(Taps):
 
     # Requests
 
-    def open(self, request: str, key: str, wants: dict[str, Want], edits: Iterable[Edit] = ()) -> None:
+    def open(self, request: str, key: str, wants: dict[str, Want], edits: Iterable[Edit] = (), slot: Slot | None = None
+             ) -> None:
         # The logits are changed in a hook, beside the model; all else is written into the tables from the host.
         edits = [writes.on_device(edit, self._device) if edit.name == LOGITS else edit for edit in edits]
         base = Record.of(key, wants, self._reads(wants), edits)
-        record = GraphRecord(base.key, base.wants, base.reads, base.edits, base.fired)
+        record = GraphRecord(base.key, base.wants, base.reads, base.edits, base.fired, slot)
         self._records[request] = record
         self._signature = None
         for name, asked in record.reads.items():

@@ -1,0 +1,215 @@
+#!/usr/bin/env python3
+"""Large work: many prompts to disk, against what the engine does without capture, and what transformers does. Prints, never
+asserts.
+
+    large.py [--model demo] [--prompts 300] [--many 2000] [--turns 2] [--parts rates,transformers,memory,linear]
+
+  rates         PROMPTS prompts of 5 to 200 tokens, in one process and one engine, in turn: `LLM.generate(max_tokens=1)`
+                without capture; all hook_resid_post into shards; the same with --reduce last. tokens/s, ratios of medians
+  transformers  the same prompts in a process of their own: batches by length, padded, `output_hidden_states`, to disk
+  memory        MANY prompts through the resident engine: its anonymous memory (RssAnon) while they run, over that when idle
+  linear        100 tokens a prompt, from 1,000 to 100,000 tokens, on a model of four small layers: seconds a thousand tokens;
+                and with one hook point asked of the hundreds that exist
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from cold_capture import settings_of
+from warm_query import VLENS, timed
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "driver")]
+RESID = "blocks.*.hook_resid_post"
+
+# argv: the model's folder, the file of prompts, a folder for the results.
+TRANSFORMERS = """
+import json, sys, time
+for name in ("torchvision", "torchaudio", "torchcodec"):
+    sys.modules[name] = None
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+folder, prompts, out = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).model
+ids = sorted((json.loads(line)["tokens"] for line in open(prompts)), key=len)
+batches, most = [[]], 2048
+for one in ids:
+    if batches[-1] and (len(batches[-1]) + 1) * len(one) > most:
+        batches.append([])
+    batches[-1].append(one)
+began = time.perf_counter()
+with torch.inference_mode():
+    for n, batch in enumerate(batches):
+        width = len(batch[-1])
+        padded = torch.tensor([one + [0] * (width - len(one)) for one in batch])
+        mask = torch.tensor([[1] * len(one) + [0] * (width - len(one)) for one in batch])
+        states = model(padded, attention_mask=mask, output_hidden_states=True, use_cache=False).hidden_states[1:]
+        save_file({f"blocks.{i}": state[mask.bool()] for i, state in enumerate(states)}, f"{out}/{n}.safetensors")
+print(time.perf_counter() - began)
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--prompts", type=int, default=300)
+    parser.add_argument("--many", type=int, default=2000)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--parts", default="rates,transformers,memory,linear")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="vl-bench-") as folder:
+        for part in asked.parts.split(","):
+            PARTS[part](asked, Path(folder))
+
+
+def write_prompts(path: Path, lengths: list[int], d_vocab: int = 400) -> int:
+    """Random tokens; returns how many."""
+    pick = random.Random(0)
+    path.write_text("".join(json.dumps({"tokens": [pick.randrange(3, d_vocab) for _ in range(n)]}) + "\n" for n in lengths))
+    return sum(lengths)
+
+
+def lengths_of(count: int) -> list[int]:
+    pick = random.Random(1)
+    return [pick.randrange(5, 201) for _ in range(count)]
+
+
+def opened(model: str) -> Any:
+    """A session with its engine, in this process."""
+    from vlens_cli.daemon import local
+    from vlens_cli.driver import boot
+    from vlens_cli.models import resolve
+    from vlens_cli.query import EngineSpec
+
+    found = resolve(model)
+    boot.prepare()
+    one = local.open_session(EngineSpec(model=str(found.folder), name=found.name))
+    one.driver(lambda text: None)
+    return one
+
+
+def collected(one: Any, prompts: Path, out: Path, hooks: tuple[str, ...] = (RESID,), **fields: Any) -> float:
+    """Seconds from the query to its answer, all of it on disk."""
+    from vlens_cli.query import CollectQuery
+
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    with tempfile.TemporaryFile() as spool:
+        lines = [json.dumps({**json.loads(line), "where": ""}).encode() for line in prompts.read_text().splitlines()]
+        spool.write(b"\n".join(lines))
+        spool.flush()
+        began = time.perf_counter()
+        one.answer(CollectQuery(len(lines), str(out), "bench", hooks, **fields), lambda text: None, spool)
+        return time.perf_counter() - began
+
+
+def rates(asked: argparse.Namespace, folder: Path) -> None:
+    one, prompts = opened(asked.model), folder / "prompts.jsonl"
+    from vllm import SamplingParams
+
+    n_tokens = write_prompts(prompts, lengths_of(asked.prompts))
+    ids = [{"prompt_token_ids": json.loads(line)["tokens"]} for line in prompts.read_text().splitlines()]
+    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+
+    def plain() -> float:
+        began = time.perf_counter()
+        one._driver._llm.generate(ids, params, use_tqdm=False)
+        return time.perf_counter() - began
+
+    runs = {"plain": plain, "to disk": lambda: collected(one, prompts, folder / "all"),
+            "reduce last": lambda: collected(one, prompts, folder / "last", reduce="last")}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    write_prompts(folder / "few.jsonl", [100] * 8)
+    collected(one, folder / "few.jsonl", folder / "few")
+    for turn in range(asked.turns):
+        for name in list(runs) if turn % 2 == 0 else reversed(runs):
+            seconds[name].append(runs[name]())
+    written = sum(path.stat().st_size for path in (folder / "all").iterdir())
+    one.close()
+    median = {name: statistics.median(found) for name, found in seconds.items()}
+    print(f"{asked.prompts} prompts, {n_tokens} tokens, {written / 1e6:.0f} MB to disk")
+    for name, found in median.items():
+        print(f"  {name:12} {n_tokens / found:8.0f} tokens/s, {median['plain'] / found:.2f} of plain")
+
+
+def transformers(asked: argparse.Namespace, folder: Path) -> None:
+    prompts = folder / "prompts.jsonl"
+    n_tokens = write_prompts(prompts, lengths_of(asked.prompts))
+    model = settings_of(asked.model)["arguments"]["model"]
+    (folder / "hf").mkdir()
+    done = subprocess.run([sys.executable, "-c", TRANSFORMERS, model, str(prompts), str(folder / "hf")], capture_output=True,
+                          text=True)
+    if done.returncode:
+        sys.exit(done.stderr)
+    print(f"  transformers {n_tokens / float(done.stdout.splitlines()[-1]):8.0f} tokens/s, the same to disk")
+
+
+def memory(asked: argparse.Namespace, folder: Path) -> None:
+    """The engine's anonymous memory, twenty times a second."""
+    environment = os.environ | {"VLENS_RUNTIME": f"{folder}/run", "VLENS_MODEL": asked.model, "PYTHONPATH": str(ROOT)}
+    prompts = folder / "many.jsonl"
+    n_tokens = write_prompts(prompts, lengths_of(asked.many))
+    write_prompts(folder / "one.jsonl", [200])
+    try:
+        timed([*VLENS, "capture", "--json", "--hook", RESID, "-f", str(folder / "one.jsonl"), "-o", f"{folder}/one/"],
+              environment)
+        (engine,) = json.loads(timed([*VLENS, "engine", "status", "--json"], environment)[1])["engines"]
+        idle, seen, over = anonymous(engine["pid"]), [0], threading.Event()
+
+        def watch() -> None:
+            while not over.wait(0.05):
+                seen.append(anonymous(engine["pid"]))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        seconds, _ = timed([*VLENS, "capture", "--json", "--hook", RESID, "-f", str(prompts), "-o", f"{folder}/many/"],
+                           environment)
+        over.set()
+        watcher.join()
+    finally:
+        timed([*VLENS, "engine", "stop"], environment)
+    written = sum(path.stat().st_size for path in (folder / "many").iterdir())
+    print(f"{asked.many} prompts, {n_tokens} tokens, {written / 1e9:.1f} GB in {seconds:.0f} s: RssAnon {idle / 1e6:.0f} MB "
+          f"idle, at most {(max(seen) - idle) / 1e6:+.0f} MB while they ran")
+    shutil.rmtree(folder / "many")
+
+
+def anonymous(pid: int) -> int:
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return 1024 * int(line.split()[1])
+
+
+def linear(asked: argparse.Namespace, folder: Path) -> None:
+    from tiny import tiny_model
+
+    one, prompts = opened(str(tiny_model("llama"))), folder / "tiny.jsonl"
+    write_prompts(prompts, [100] * 100)
+    collected(one, prompts, folder / "tiny")
+    for n_tokens in (1_000, 3_000, 10_000, 30_000, 100_000):
+        write_prompts(prompts, [100] * (n_tokens // 100))
+        seconds = min(collected(one, prompts, folder / "tiny") for _ in range(asked.turns))
+        few = min(collected(one, prompts, folder / "tiny", ("blocks.0.hook_resid_post",)) for _ in range(asked.turns))
+        print(f"  {n_tokens:7} tokens: {seconds:6.2f} s, {1e6 * seconds / n_tokens:5.0f} us a token; of one hook "
+              f"{1e6 * few / n_tokens:5.0f}")
+    one.close()
+
+
+PARTS = {"rates": rates, "transformers": transformers, "memory": memory, "linear": linear}
+
+
+if __name__ == "__main__":
+    main()
