@@ -62,6 +62,16 @@ def test_every_point_of_a_tiny_family_equals_transformers(engines, tiny, family,
         engines.close()
 
 
+@pytest.mark.parametrize("variant, vocabulary", [("long", 512), ("odd_vocab", 500)])
+def test_prompts_beyond_a_stretched_length_and_a_vocabulary_that_is_padded(engines, tiny, variant, vocabulary):
+    folder = tiny("llama", variant)
+    prompts = [[t % vocabulary for t in SHORT], spread(150, vocabulary), spread(300, vocabulary)]
+    driver, want = engines.open(folder), reference(folder, prompts)
+    assert driver.non_fireable_hook_points == {} and want["0/unembed.hook_out"].shape == (10, vocabulary)
+    for p, got in enumerate(capture(driver, prompts)):
+        assert_close(got, of_prompt(want, p))
+
+
 def test_a_norm_whose_weight_holds_zeros_gives_finite_right_values(engines, tiny):
     folder = tiny("llama", "zero_norm")
     names = [n for n in engines.open(folder).supported_hook_points if "ln" in n]

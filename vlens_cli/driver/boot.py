@@ -76,6 +76,8 @@ def plan(spec: EngineSpec, config: dict[str, Any], catalog: Catalog) -> Plan:
         f"what {KV_BYTES >> 20} MiB of keys and values hold")
     notes = () if spec.max_len or max_len == own else (
         f"prompts are limited to {max_len} of the model's {own} tokens, {why} (--max-len raises it)",)
+    if catalog.spec.structural:
+        notes = (*notes, "no file describes this architecture: given is what its structure proves when the engine starts")
     tokens = max(max_len, min(held, KV_TOKENS)) + KV_SLACK_TOKENS
     # transformers changes over at short + 2; of short + 1 tokens no engine of vLLM's gives the model's own values.
     shortest = short + 2 if short and max_len > short else 1
