@@ -24,7 +24,7 @@ test: .venv/.installed-test
 	$(BIN)/python -m pytest
 
 test-peers: .venv/.installed-peers
-	$(BIN)/python -m pytest tests/driver/test_bridge.py
+	$(BIN)/python -m pytest tests/driver/test_bridge.py tests/driver/test_peers.py
 
 bench: .venv/.installed-test
 	@set -e; for script in $(filter-out tests/bench/gpu.py,$(wildcard tests/bench/*.py)); do echo "$$script"; $(BIN)/python "$$script"; done
