@@ -17,6 +17,9 @@ from test_numbers import SHORT
 # 3 / 127 / sqrt(12), 0.7% of a row's size. Four layers of four such products, one after the other, add as a walk does.
 LIMIT = 4 * 4 * 0.007 / 2
 
+# Of the 127 that int8 has: on processors without VNNI the kernel adds two products in 16 bits, and larger weights saturate.
+STEPS = 63
+
 SCHEME = {
     "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed", "ignore": ["lm_head"],
     "config_groups": {"group_0": {
@@ -35,8 +38,8 @@ def folders(tiny, tmp_path_factory):
     tensors = load_file(plain / "model.safetensors")
     quantized = dict(tensors)
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        scale = tensors[name].abs().amax(1, keepdim=True) / 127
-        rows = (tensors[name] / scale).round().clamp(-127, 127)
+        scale = tensors[name].abs().amax(1, keepdim=True) / STEPS
+        rows = (tensors[name] / scale).round().clamp(-STEPS, STEPS)
         tensors[name] = rows * scale
         quantized |= {name: rows.to(torch.int8), name.replace("weight", "weight_scale"): scale}
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
@@ -57,8 +60,6 @@ def test_activations_of_int8_weights_are_those_of_the_dequantized_model(engines,
     worst = max(errors, key=errors.get)
     with capsys.disabled():
         print(f"\nint8: {len(errors)} points, the worst {worst} is {errors[worst]:.1e} off the dequantized model (limit {LIMIT:.1e})")
-    import re as _re
-    print([(n, round(e, 4)) for n, e in errors.items() if n.startswith(("blocks.0", "blocks.1.hook", "blocks.2.hook", "blocks.3.hook", "blocks.2.mlp"))])
     assert errors[worst] <= LIMIT
     assert 1e-4 < errors["blocks.3.hook_resid_post"], "nothing was quantized"
     assert errors["hook_embed"] == errors["blocks.0.hook_resid_pre"] == 0.0
