@@ -2,6 +2,7 @@
 # make test    the same environment, and the tests          make clean   remove what make made
 # make test-gpu    the checks that need a GPU      make bench-gpu   the benchmarks that do: with the python of $(GPU_PYTHON)
 # make test-peers   the tests against TransformerLens, which it installs into the same environment
+# make test-dtypes  every family in bfloat16 and float16, against float32
 #
 # PYTHON=python3.12 chooses the interpreter (3.11 or newer), EXTRA=cpu or cuda the engine.
 
@@ -15,16 +16,19 @@ BIN := .venv/bin
 BEGUN := .venv/.begun
 PROMPT := The Eiffel Tower is located in the city of
 
-.PHONY: demo test test-peers test-gpu bench bench-gpu clean
+.PHONY: demo test test-peers test-dtypes test-gpu bench bench-gpu clean
 
 demo: .venv/.installed
 	$(BIN)/vlens capture --table --hook blocks.3.hook_resid_post "$(PROMPT)"
 
 test: .venv/.installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
 
 test-peers: .venv/.installed-peers
 	$(BIN)/python -m pytest tests/driver/test_bridge.py tests/driver/test_peers.py
+
+test-dtypes: .venv/.installed-test
+	$(BIN)/python -m pytest -m slow tests/driver/test_dtypes.py
 
 bench: .venv/.installed-test
 	@set -e; for script in $(filter-out tests/bench/gpu.py,$(wildcard tests/bench/*.py)); do echo "$$script"; $(BIN)/python "$$script"; done

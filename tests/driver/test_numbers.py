@@ -35,9 +35,9 @@ def mend_deepseek_v2(model: torch.nn.Module) -> None:
 MEND = {"bloom": mend_bloom, "deepseek_v2": mend_deepseek_v2}
 
 @contextlib.contextmanager
-def mended(engines, folder: Path, family: str) -> Iterator[VLLMDriver]:
+def mended(engines, folder: Path, family: str, **fields: str) -> Iterator[VLLMDriver]:
     """The family's engine; where vLLM's own values are not transformers', with what makes them differ mended in it."""
-    driver = engines.open(folder)
+    driver = engines.open(folder, **fields)
     if family in DIFFER:
         MEND[family](driver._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.get_model())
     yield driver

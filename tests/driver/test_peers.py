@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from test_numbers import SHORT, mended
 from vlens_cli.families import FAMILIES
 
+pytestmark = pytest.mark.slow
 PYTHON = os.environ.get("VLENS_PEERS_PYTHON", sys.executable)
 if subprocess.run([PYTHON, "-c", "import transformer_lens"], capture_output=True).returncode:
     pytest.skip("TransformerLens is not installed", allow_module_level=True)
