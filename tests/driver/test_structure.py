@@ -11,8 +11,10 @@ import pytest
 from compare import assert_close, of_prompt, reference
 from engines import capture
 from test_numbers import SHORT, spread
-from vlens_cli.errors import HookError, StartError
+from vlens_cli.driver import boot
+from vlens_cli.errors import HookError, StartError, UsageError
 from vlens_cli.families import catalog_for
+from vlens_cli.query import EngineSpec
 
 PROMPTS = [SHORT, spread(150, 512)]
 STREAM = {"resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"}
@@ -100,3 +102,7 @@ def test_what_is_no_decoder_is_refused_without_an_engine(tiny):
         catalog_for({**config, "architectures": ["HeronForMaskedLM"]})
     with pytest.raises(StartError, match="num_hidden_layers"):
         catalog_for({"architectures": ["HeronForCausalLM"], "hidden_size": 128})
+    heron = {**config, "architectures": ["HeronForCausalLM"]}
+    assert "no file describes" in boot.plan(EngineSpec("heron", "heron"), heron, catalog_for(heron)).notes[-1]
+    with pytest.raises(UsageError, match="compiled mode"):
+        boot.plan(EngineSpec("heron", "heron", compile_hooks=()), heron, catalog_for(heron))

@@ -81,6 +81,10 @@ def plan(spec: EngineSpec, config: dict[str, Any], catalog: Catalog) -> Plan:
     tokens = max(max_len, min(held, KV_TOKENS)) + KV_SLACK_TOKENS
     # transformers changes over at short + 2; of short + 1 tokens no engine of vLLM's gives the model's own values.
     shortest = short + 2 if short and max_len > short else 1
+    if catalog.spec.structural and spec.compile_hooks is not None:
+        # Graphs are built before the proof has said which reading of the module tree is right.
+        raise UsageError("compiled mode takes architectures that a file of vlens describes, and none describes this one",
+                         hint="leave --compile out", code="compile_unknown_family")
     built = None if spec.compile_hooks is None else limits.built(spec.compile_hooks, catalog)
     buffer = 0 if built is None else (spec.compile_buffer or limits.DEFAULT_BUFFER) << 20
     return Plan(dtype, max_len, spec.chunk or DEFAULT_CHUNK, tokens * token_bytes, notes, shortest, built, buffer)
