@@ -3,7 +3,7 @@
 A value passes through some dozens of roundings of half an eps each on its way through a block: the products' outputs, the
 norms, the activation, two additions to the stream, and the weights themselves. Independent ones add as a walk does:
 sqrt(12) of them a block, times sqrt(blocks), is 2 eps * sqrt(blocks). A norm over few dimensions, a softcap or a product
-of two branches enlarges what it is given; measured over all families the largest is 4 times that.
+of two branches enlarges what it is given: four times that is allowed.
 """
 
 from __future__ import annotations
