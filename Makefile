@@ -4,6 +4,7 @@
 # make readme  write the outputs of README.md's examples anew, and what is generated in it
 # make install-completions   for bash, zsh and fish, where each looks for a user's own
 # make test-peers   the tests against TransformerLens, which it installs into the same environment
+# make test-dtypes  every family in bfloat16 and float16, against float32
 #
 # PYTHON=python3.12 chooses the interpreter (3.11 or newer), EXTRA=cpu or cuda the engine.
 
@@ -17,16 +18,19 @@ BIN := .venv/bin
 BEGUN := .venv/.begun
 PROMPT := The Eiffel Tower is located in the city of
 
-.PHONY: demo test test-peers test-gpu bench bench-gpu clean install-completions readme
+.PHONY: demo test test-peers test-dtypes test-gpu bench bench-gpu clean install-completions readme
 
 demo: .venv/.installed
 	$(BIN)/vlens capture --table --hook blocks.3.hook_resid_post "$(PROMPT)"
 
 test: .venv/.installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
 
 test-peers: .venv/.installed-peers
-	$(BIN)/python -m pytest tests/driver/test_bridge.py
+	$(BIN)/python -m pytest tests/driver/test_bridge.py tests/driver/test_peers.py
+
+test-dtypes: .venv/.installed-test
+	$(BIN)/python -m pytest -m slow tests/driver/test_dtypes.py
 
 readme: .venv/.installed-test
 	$(BIN)/python -m vlens_cli.cli.generate --write

@@ -150,6 +150,8 @@ TREES = {
     ),
     "gpt_oss": Tree(router="mlp.router", sinks="self_attn.sinks"),
     "deepseek_v2": Tree(latent=True, rotation=None, router="mlp.gate", shared="mlp.shared_experts"),
+    "helium": Tree(rotation="pairs"),
+    "ernie4_5": Tree(rotation="pairs"),
     "falcon": Tree(
         layers="transformer.h", embed="transformer.word_embeddings", final_norm="transformer.ln_f", norm="layer",
         parallel=True, ln2=None, attention="self_attention", qkv="self_attention.query_key_value",

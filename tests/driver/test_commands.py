@@ -507,9 +507,9 @@ def test_a_text_that_does_not_occur(folder, model, no_engine):
 def test_an_unknown_family(folder, tiny, tmp_path, no_engine):
     unknown = shutil.copytree(tiny("llama"), tmp_path / "heron")
     config = json.loads((unknown / "config.json").read_text())
-    (unknown / "config.json").write_text(json.dumps({**config, "architectures": ["HeronForCausalLM"]}))
+    (unknown / "config.json").write_text(json.dumps({**config, "architectures": ["HeronForMaskedLM"]}))
     done = shell.capture(folder, "--hook", "logits", "--json", "-m", str(unknown), "--tokens", "1,2", env=no_engine)
-    refused(done, 3, "HeronForCausalLM", "LlamaForCausalLM")
+    refused(done, 3, "HeronForMaskedLM", "LlamaForCausalLM")
     assert done.body["error"]["code"] == "unknown_family"
     quick(done)
 

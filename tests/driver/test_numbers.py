@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from compare import assert_close, of_prompt, reference, relative_error, worst_row
 from engines import capture
 from vlens_cli import families
+from vlens_cli.driver.vllm_driver import VLLMDriver
 
-# Those that the tests of other commands go through: one shape each would do, and engines take long to start.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 # Families whose plain logits in vLLM differ from transformers' (`differs` in the family's file says why), and by how much
 # of their size.
 DIFFER = {"bloom": (1e-5, 5e-4), "deepseek_v2": (0.05, 1.0)}
@@ -31,6 +33,17 @@ def mend_deepseek_v2(model: torch.nn.Module) -> None:
 
 
 MEND = {"bloom": mend_bloom, "deepseek_v2": mend_deepseek_v2}
+
+@contextlib.contextmanager
+def mended(engines, folder: Path, family: str, **fields: str) -> Iterator[VLLMDriver]:
+    """The family's engine; where vLLM's own values are not transformers', with what makes them differ mended in it."""
+    driver = engines.open(folder, **fields)
+    if family in DIFFER:
+        MEND[family](driver._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.get_model())
+    yield driver
+    if family in DIFFER:
+        engines.close()
+
 
 SHORT = [3, 17, 256, 99, 4, 500, 31, 8, 77, 120]
 
@@ -53,13 +66,20 @@ def test_every_point_of_a_tiny_family_equals_transformers(engines, tiny, family,
         least, most = DIFFER[family]
         (got,) = capture(driver, prompts[:1], ["unembed.hook_out"])
         assert least < relative_error(got["unembed.hook_out"], want["0/unembed.hook_out"]) < most
-        # With what makes it differ mended in the live model, every point must be right.
-        MEND[family](driver._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.get_model())
+    with mended(engines, folder, family) as driver:
+        for p, got in enumerate(capture(driver, prompts)):
+            assert got.keys() == of_prompt(want, p).keys(), "not the points that the model has"
+            assert_close(got, of_prompt(want, p))
+
+
+@pytest.mark.parametrize("variant, vocabulary", [("long", 512), ("odd_vocab", 500)])
+def test_prompts_beyond_a_stretched_length_and_a_vocabulary_that_is_padded(engines, tiny, variant, vocabulary):
+    folder = tiny("llama", variant)
+    prompts = [[t % vocabulary for t in SHORT], spread(150, vocabulary), spread(300, vocabulary)]
+    driver, want = engines.open(folder), reference(folder, prompts)
+    assert driver.non_fireable_hook_points == {} and want["0/unembed.hook_out"].shape == (10, vocabulary)
     for p, got in enumerate(capture(driver, prompts)):
-        assert got.keys() == of_prompt(want, p).keys(), "not the points that the model has"
         assert_close(got, of_prompt(want, p))
-    if family in DIFFER:
-        engines.close()
 
 
 def test_a_norm_whose_weight_holds_zeros_gives_finite_right_values(engines, tiny):

@@ -81,13 +81,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+# Those that no file of vlens names; in vLLM 0.32 the first has a class of its own, the second runs through transformers'.
+UNNAMED: dict[str, dict[str, Any]] = {"ernie4_5": {}, "helium": {"head_dim": 32}}
+
 # Variant: what it is.
 VARIANTS = {
+    "long": "rotation of Llama 3, whose prompts are longer than the length that it stretches",
+    "odd_vocab": "a vocabulary that is no multiple of 64",
     "zero_norm": "every seventh entry of every norm weight is zero",
     "bf16": "the same weights rounded to bfloat16",
     "tokenizer": "with a byte-level BPE tokenizer (pad 0, BOS 1, EOS 2; it prepends BOS) and a chat template",
 }
 ZERO_EVERY = 7
+SETTINGS: dict[str, dict[str, Any]] = {
+    "long": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+                                 "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
+    "odd_vocab": {"vocab_size": 500},
+}
 
 KEEP_SECONDS = 7 * 24 * 3600
 
@@ -133,8 +143,8 @@ def fingerprint() -> str:
 def tiny_model(family: str, variant: str | None = None) -> Path:
     """The folder of a tiny model. Where the cache lacks it, a process of its own makes it and the usual others: most of
     the time goes into imports."""
-    if family not in FAMILIES:
-        raise ValueError(f"no tiny model of family {family!r}; there are {', '.join(FAMILIES)}")
+    if family not in FAMILIES | UNNAMED:
+        raise ValueError(f"no tiny model of family {family!r}; there are {', '.join(FAMILIES | UNNAMED)}")
     if variant is not None and variant not in VARIANTS:
         raise ValueError(f"no variant {variant!r}; there are {', '.join(VARIANTS)}")
     out = cache_folder() / f"tiny-{fingerprint()}"
@@ -144,7 +154,7 @@ def tiny_model(family: str, variant: str | None = None) -> Path:
     else:
         delete_old(cache_folder(), "tiny-*")
         asked = family if variant is None else f"{family}:{variant}"
-        usual = [*FAMILIES, *(f"llama:{name}" for name in VARIANTS)]
+        usual = [*FAMILIES, *UNNAMED, *(f"llama:{name}" for name in VARIANTS)]
         command = [sys.executable, __file__, str(out), *dict.fromkeys([asked, *usual])]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
@@ -181,7 +191,8 @@ def build(folder: Path, family: str, variant: str | None) -> None:
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    settings = {key: value for key, value in {**BASE, **FAMILIES[family]}.items() if value is not ...}
+    settings = {key: value for key, value in {**BASE, **(FAMILIES | UNNAMED)[family], **SETTINGS.get(variant, {})}.items()
+                if value is not ...}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**settings), dtype=torch.float32)
     with torch.no_grad():

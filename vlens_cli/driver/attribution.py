@@ -63,6 +63,9 @@ def _last(catalog: Catalog) -> str:
 
 
 def _sources(catalog: Catalog) -> list[str]:
+    """What the stream begins with: a norm's output where one follows the embedding."""
+    if "embed_ln.hook_out" in catalog.points:
+        return ["embed_ln.hook_out"]
     return [name for name in ("hook_embed", "hook_pos_embed") if name in catalog.points]
 
 

@@ -76,9 +76,15 @@ def plan(spec: EngineSpec, config: dict[str, Any], catalog: Catalog) -> Plan:
         f"what {KV_BYTES >> 20} MiB of keys and values hold")
     notes = () if spec.max_len or max_len == own else (
         f"prompts are limited to {max_len} of the model's {own} tokens, {why} (--max-len raises it)",)
+    if catalog.spec.structural:
+        notes = (*notes, "no file describes this architecture: given is what its structure proves when the engine starts")
     tokens = max(max_len, min(held, KV_TOKENS)) + KV_SLACK_TOKENS
     # transformers changes over at short + 2; of short + 1 tokens no engine of vLLM's gives the model's own values.
     shortest = short + 2 if short and max_len > short else 1
+    if catalog.spec.structural and spec.compile_hooks is not None:
+        # Graphs are built before the proof has said which reading of the module tree is right.
+        raise UsageError("compiled mode takes architectures that a file of vlens describes, and none describes this one",
+                         hint="leave --compile out", code="compile_unknown_family")
     built = None if spec.compile_hooks is None else limits.built(spec.compile_hooks, catalog)
     buffer = 0 if built is None else (spec.compile_buffer or limits.DEFAULT_BUFFER) << 20
     return Plan(dtype, max_len, spec.chunk or DEFAULT_CHUNK, tokens * token_bytes, notes, shortest, built, buffer)

@@ -147,6 +147,56 @@ def norm_affine(norm: torch.nn.Module, x: torch.Tensor, kind: str) -> torch.Tens
     return out if bias is None else out + bias.to(x.dtype)
 
 
+def kind(module: torch.nn.Module) -> str:
+    """What a live module is, of the kinds that a decoder is made of; empty for any other (0.26 to 0.32: vLLM's classes;
+    norms, rotations and activations also by the names that such classes have everywhere)."""
+    from vllm.model_executor.layers import linear, vocab_parallel_embedding
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    name = type(module).__name__
+    match module:
+        case Attention():
+            return "attention"
+        case linear.QKVParallelLinear():
+            return "qkv"
+        case linear.MergedColumnParallelLinear():
+            return "merged"
+        case linear.LinearBase() | torch.nn.Linear():
+            return "linear"
+        case vocab_parallel_embedding.ParallelLMHead():
+            return "head"
+        case vocab_parallel_embedding.VocabParallelEmbedding():
+            return "embedding"
+        case LogitsProcessor():
+            return "logits"
+    if hasattr(module, "moe_config") or "Experts" in name or "MoE" in name:
+        return "experts"
+    if "Norm" in name and isinstance(getattr(module, "weight", None), torch.Tensor):
+        return "norm"
+    if name.endswith("RotaryEmbedding"):
+        return "rotary"
+    return "act" if not list(module.parameters()) and name.endswith(ACTIVATIONS) else ""
+
+
+ACTIVATIONS = ("AndMul", "MulAndSilu", "GELU", "SiLU", "SiLUActivation", "ReLU", "Activation", "GELUTanh", "Tanh")
+
+
+def norm_kind(norm: torch.nn.Module) -> str:
+    """Which formula of `norm_affine` a live norm is, by what it makes of numbers; empty where none is."""
+    weight = norm.weight
+    x = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
+    with torch.inference_mode():
+        out = norm(x.clone())
+        out = (out[0] if isinstance(out, tuple) else out).float()
+        for formula in ("rms", "rms_plus_one", "layer"):
+            centred = x.float() - x.float().mean(-1, keepdim=True) if formula == "layer" else x.float()
+            normalized = centred / (centred.square().mean(-1, keepdim=True) + norm_eps(norm)).sqrt()
+            if (norm_affine(norm, normalized.to(weight), formula).float() - out).norm() < 0.02 * out.norm():
+                return formula
+    return ""
+
+
 def experts(runner: torch.nn.Module, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """What the experts that router logits choose make of x [rows, d_model], shared experts left out (0.32)."""
     weights, indices = route(runner, logits)
@@ -340,9 +390,10 @@ def attention_scoring(attention: torch.nn.Module) -> Scoring:
     """
     impl = attention.impl
     # An enum whose members are texts.
-    kind = getattr(attention, "attn_type", "decoder")
+    of_type, of_class = getattr(attention, "attn_type", "decoder"), type(attention).__name__
     odd = [what for what, found in (
-        (f"is of type {kind}", kind != "decoder"),
+        (f"is of type {of_type}", of_type != "decoder"),
+        (f"is of a class of its own, {of_class}", of_class != "Attention"),
         ("has biases with a square root", getattr(attention, "use_alibi_sqrt", False)),
         ("looks at chunks", getattr(impl, "chunk_lookback", -1) > -1),
         ("scores in another way", not hasattr(impl, "scale")),

@@ -104,7 +104,7 @@ class Locator:
 
     def module(self, role: str, layer: int | None = None) -> torch.nn.Module:
         """The live module of a role; LookupError where the tree has none."""
-        path = self.catalog.spec.modules[role]
+        path = self.catalog.spec.modules.get(role, role)
         return self.at(path if layer is None else path.replace("{i}", str(layer)))
 
     def at(self, path: str) -> torch.nn.Module:
@@ -140,6 +140,8 @@ class Locator:
         if row.of and row.module == "attention":
             internals.attention_scoring(module)
         spec = self.catalog.spec
+        if spec.structural and layer is not None and not {"head", "kv_head"}.isdisjoint(row.axes):
+            self._check_heads(layer)
         return Point(
             name, row, layer, module, self._columns(row, layer),
             shape=tuple(self.catalog.size(axis) for axis in row.axes if axis not in TOKEN_AXES), norm=spec.norm,
@@ -163,12 +165,15 @@ class Locator:
         """The engine's own head counts and width must be the catalog's; LookupError where they differ."""
         if "attention" not in self.catalog.spec.modules:
             return  # latent attention: its kernel sees no heads of the model's
+        for layer in range(self.catalog.n_layers):
+            self._check_heads(layer)
+
+    def _check_heads(self, layer: int) -> None:
         dims = self.catalog.dims
         want = (dims.n_heads, dims.n_kv_heads, dims.d_head)
-        for layer in range(dims.n_layers):
-            got = internals.attention_heads(self.module("attention", layer))
-            if got != want:
-                raise LookupError(f"layer {layer} has (heads, kv heads, width) {got}, its config says {want}")
+        got = internals.attention_heads(self.module("attention", layer))
+        if got != want:
+            raise LookupError(f"layer {layer} has (heads, kv heads, width) {got}, its config says {want}")
 
 
 def rebuilt_from_refused(source: str) -> str:

@@ -21,6 +21,9 @@ PROOF_TOKENS = 12
 # Relative error that rounding explains: a few units in the last place of sums of a few thousand terms.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
+SUM = "_out = resid_"
+SUMMED = ("hook_attn_out", "hook_mlp_out", "hook_resid_mid", "hook_resid_post")
+
 # Points that are set together in one forward of the proof of writes: of two neighbours in the forward, one only.
 WRITTEN_TOGETHER = (
     ("hook_embed", "hook_pos_embed", "hook_q", "hook_k", "hook_resid_mid", "hook_pre", "hook_pre_linear",
@@ -33,12 +36,21 @@ WRITTEN_TOGETHER = (
 
 @dataclass(frozen=True)
 class Check:
-    """One identity: the points that it proves, what was found and what the identity says."""
+    """One identity: the points that it proves, what was found and what the identity says.
+
+    `weak`: it holds of whatever one module is given and gives, and does not say what this is in the model.
+    """
 
     points: tuple[str, ...]
     law: str
     got: torch.Tensor
     want: torch.Tensor
+    weak: bool = False
+
+    def tells(self, point: str) -> bool:
+        """Whether it says what the point is in the model: of what is added to the stream, and of what it is added to, only
+        a sum does."""
+        return SUM in self.law if point.endswith(SUMMED) else not self.weak
 
     def error(self) -> float:
         """Norm of the difference over the norm of what the law says; infinite for a shape or value that is off."""
@@ -74,8 +86,15 @@ class Proof:
         Where an identity fails, the blame falls on those of its points that no other identity confirms; where all
         are confirmed elsewhere, on all of them. What confirms a point must not rest on one that is blamed: two rows that
         read the same wrong layer agree with each other.
+
+        Where no file describes the architecture nothing is taken on trust: an identity that fails refuses all of its
+        points, and a point needs one that holds and says what it is.
         """
-        found = [(check.points, _fault(check)) for check in self._checks()]
+        checks = [(check, _fault(check)) for check in self._checks()]
+        if self._spec.structural:
+            failed = {p: fault for check, fault in checks if fault for p in check.points}
+            return self._with_rebuilt(failed, {p for check, fault in checks if not fault for p in check.points if check.tells(p)})
+        found = [(check.points, fault) for check, fault in checks]
         failed: dict[str, str] = {}
         while True:
             confirmed = {p for points, fault in found if not fault and not failed.keys() & set(points) for p in points}
@@ -84,7 +103,11 @@ class Proof:
             if blamed.keys() <= failed.keys():
                 break
             failed = {**blamed, **failed}
-        silent = self._points.keys() - {point for points, _ in found for point in points}
+        return self._with_rebuilt(failed, {point for points, _ in found for point in points})
+
+    def _with_rebuilt(self, failed: dict[str, str], spoken_of: set[str]) -> dict[str, str]:
+        """What failed, what no identity speaks of, and what is rebuilt from those -> the reason."""
+        silent = self._points.keys() - spoken_of
         refused = {**dict.fromkeys(silent, "the proof at load says nothing about it"), **failed}
         for name, point in self._points.items():
             for source in point.of:
@@ -113,25 +136,33 @@ class Proof:
         return not self._changed.isdisjoint(points) and max(points, key=self._order.__getitem__) not in self._changed
 
     def _checks(self) -> Iterator[Check]:
-        yield from self._ends()
+        yield from self._guarded("", self._ends())
         for i in range(self._layers):
-            yield from self._stream(i)
-            yield from self._norms(i)
-            yield from self._attention(i)
-            yield from self._mlp(i)
+            for part in (self._stream, self._norms, self._attention, self._mlp):
+                yield from self._guarded(f"blocks.{i}.", part(i))
+
+    def _guarded(self, within: str, checks: Iterator[Check]) -> Iterator[Check]:
+        """The same; modules that no file describes may take other arguments, which contradicts all points beside them."""
+        try:
+            yield from checks
+        except Exception as fault:
+            if not self._spec.structural:
+                raise
+            points = tuple(name for name in self._points if name.startswith(within or ("hook_", "ln_final", "unembed")))
+            yield Check(points, f"a module's own forward ({type(fault).__name__}: {fault})", torch.ones(1), torch.ones(0))
 
     def _at(self, *names: str) -> list[torch.Tensor] | None:
         """The values of several points; None where one was not located (it is refused already)."""
         return [self._values[n] for n in names] if all(n in self._values for n in names) else None
 
     def _first(self, *names: str) -> str:
-        """The first of several points that this family has."""
-        return next(n for n in names if n in self._locator.catalog.points)
+        """The first of several points that this family has; where it has none, one that nothing is found of."""
+        return next((n for n in names if n in self._locator.catalog.points), names[-1])
 
     def _has(self, name: str) -> bool:
         return name in self._locator.catalog.points
 
-    def _check(self, law: str, got: str, want: Callable[..., torch.Tensor], *of: str) -> Iterator[Check]:
+    def _check(self, law: str, got: str, want: Callable[..., torch.Tensor], *of: str, weak: bool = False) -> Iterator[Check]:
         """The identity got = want(of); nothing where one of them was not located: it is refused already."""
         found = self._at(got, *of)
         if found is None or not self._matters(got, *of):
@@ -141,7 +172,7 @@ class Proof:
         except RuntimeError:  # torch's word for widths that do not fit
             wanted = found[0].new_empty(0)
         fits = found[0].numel() == wanted.numel()
-        yield Check((got, *of), law, found[0].reshape(wanted.shape) if fits else found[0], wanted)
+        yield Check((got, *of), law, found[0].reshape(wanted.shape) if fits else found[0], wanted, weak)
 
     def _ends(self) -> Iterator[Check]:
         first, last = "blocks.0.hook_resid_pre", f"blocks.{self._layers - 1}.hook_resid_post"
@@ -182,7 +213,14 @@ class Proof:
             after = f"blocks.{i + 1}.hook_resid_pre"
             yield from self._check("resid_post[i] = resid_pre[i+1]", post, lambda x: x, after)
         for out in ("attn", "mlp"):
+            yield from self._unfollowed(i, out)
             yield from self._multiplied(f"blocks.{i}.hook_{out}_out", f"blocks.{i}.{out}.hook_out")
+
+    def _unfollowed(self, i: int, out: str) -> Iterator[Check]:
+        """Where a family's file does not say whether a norm follows a sublayer, and none does."""
+        own, found = f"blocks.{i}.{out}.hook_out", self._at(f"blocks.{i}.{out}.hook_out", f"blocks.{i}.hook_{out}_out")
+        if self._spec.structural and found is not None and f"ln{1 if out == 'attn' else 2}_post" not in self._spec.modules:
+            yield Check((own,), "without a norm after it, a sublayer's output = what is added", *found)
 
     def _multiplied(self, added: str, own: str) -> Iterator[Check]:
         """Where a residual multiplier follows a sublayer."""
@@ -202,15 +240,20 @@ class Proof:
 
     def _norm(self, name: str, role: str, layer: int | None, source: str, out: str = "") -> Iterator[Check]:
         """normalized * scale is the (centred) input, and the norm's own forward of the input is its output."""
-        if role not in self._spec.modules or not self._has(f"{name}.hook_scale"):
+        if role not in self._spec.modules or f"{name}.hook_scale" not in self._points:
             return
         out = out or f"{name}.hook_out"
         scale, normalized = f"{name}.hook_scale", f"{name}.hook_normalized"
         module, kind = self._locator.module(role, layer), self._spec.norm
         yield from self._check(f"{name}: normalized * scale = its input", normalized,
-                               lambda x, s: self._centred(x) / s, source, scale)
+                               lambda x, s: self._centred(x) / s, source, scale, weak=True)
         yield from self._check(f"{name}: out = the norm of its input", out, lambda x: _first_of(module(x.clone())), source)
-        yield from self._check(f"{name}: out = normalized * weight", out, lambda x: internals.norm_affine(module, x, kind), normalized)
+        yield from self._check(f"{name}: out = normalized * weight", out,
+                               lambda x, *_: internals.norm_affine(module, x, kind), *self._with_scale(normalized, scale))
+
+    def _with_scale(self, normalized: str, scale: str) -> tuple[str, ...]:
+        """Where no file says which formula a norm is, only its output tells whether the divisor is the right one."""
+        return (normalized, scale) if self._spec.structural else (normalized,)
 
     def _centred(self, x: torch.Tensor) -> torch.Tensor:
         return x - x.mean(-1, keepdim=True) if self._spec.norm == "layer" else x
@@ -228,7 +271,7 @@ class Proof:
         yield from self._tables(i)
         yield from self._check("the output projection of z = the output of attention",
                                self._first(f"{b}.hook_out", f"blocks.{i}.hook_attn_out"),
-                               lambda x: self._project("o", i, x.flatten(1)), z)
+                               lambda x: self._project("o", i, x.flatten(1)), z, weak=True)
         yield from self._results(i)
 
     def _tables(self, i: int) -> Iterator[Check]:
@@ -266,30 +309,41 @@ class Proof:
         if found is None:
             return
         q, k = found[:2]
-        positions = torch.arange(q.shape[0], device=q.device)
-        module = self._locator.module("rotary", i)
-        if self._spec.rotation == "tables":
-            tables = module(q.flatten(1)[None], position_ids=positions[None])
-            rotated = turn_halves(q, *tables), turn_halves(k, *tables)
-        else:
-            rotated = module(positions, q.flatten(1).clone(), k.flatten(1).clone())
+        try:
+            rotated = self._rotated(i, q, k, found[2])
+        except (LookupError, TypeError) as fault:
+            if not self._spec.structural:
+                raise
+            yield Check((*before, *after), f"the rotation ({fault})", q, q[:0])
+            return
         for source, name, got, want in zip(before, after, found[2:], rotated, strict=True):
             law = f"{name.rsplit('.', 1)[1]} = the rotation of {source.rsplit('.', 1)[1]}"
             yield Check((name, source), law, got, want.reshape(got.shape))
 
+    def _rotated(self, i: int, q: torch.Tensor, k: torch.Tensor, rot_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys after this layer's rotation, which tables leave two ways to do: the one that gives `rot_q`."""
+        positions = torch.arange(q.shape[0], device=q.device)
+        module = self._locator.module("rotary", i)
+        if self._spec.rotation == "tables":
+            tables = module(q.flatten(1)[None], position_ids=positions[None])
+            turn = min((turn_halves, turn_pairs), key=lambda turn: float((turn(q, *tables) - rot_q).norm()))
+            return turn(q, *tables), turn(k, *tables)
+        return module(positions, q.flatten(1).clone(), k.flatten(1).clone())
+
     def _head_norms(self, i: int) -> Iterator[Check]:
         for role, part in (("q_norm", "q"), ("k_norm", "k")):
-            if role in self._spec.modules:
-                name = f"blocks.{i}.attn.hook_{part}"
+            name = f"blocks.{i}.attn.hook_{part}"
+            if role in self._spec.modules and f"{name}_normed" in self._points:
                 module = self._locator.module(role, i)
                 yield from self._check(f"{part}_normed = the norm of {part}", f"{name}_normed",
                                        lambda x, m=module: _first_of(m(_as_normed(m, x).clone())), name)
                 norm, kind = f"blocks.{i}.attn.{role}", self._spec.norm
                 yield from self._check(f"{role}: normalized * scale = its input", f"{norm}.hook_normalized",
-                                       lambda x, s, m=module: self._centred(_as_normed(m, x)) / s, name, f"{norm}.hook_scale")
+                                       lambda x, s, m=module: self._centred(_as_normed(m, x)) / s, name, f"{norm}.hook_scale",
+                                       weak=True)
                 yield from self._check(f"{part}_normed = normalized * weight", f"{name}_normed",
-                                       lambda x, m=module: internals.norm_affine(m, _as_normed(m, x), kind),
-                                       f"{norm}.hook_normalized")
+                                       lambda x, *_, m=module: internals.norm_affine(m, _as_normed(m, x), kind),
+                                       *self._with_scale(f"{norm}.hook_normalized", f"{norm}.hook_scale"))
 
     def _mlp(self, i: int) -> Iterator[Check]:
         b = f"blocks.{i}"
@@ -299,12 +353,14 @@ class Proof:
             yield from self._projection("gate_up", i, source, (pre, linear))
             yield from self._check("act(pre) * pre_linear = post", post,
                                    lambda x, y: self._locator.module("act", i)(torch.cat([x, y], -1)), pre, linear)
+            yield from self._check("post is linear in pre_linear", post,
+                                   lambda x, y: self._locator.module("act", i)(torch.cat([x, 2 * y], -1)) / 2, pre, linear)
         else:
             yield from self._projection("up", i, source, (pre,))
             yield from self._check("act(pre) = post", post, lambda x: self._locator.module("act", i)(x.clone()), pre)
         yield from self._check("the down projection of post = the output of the MLP",
                                self._first(f"{b}.mlp.hook_out", f"{b}.hook_mlp_out"),
-                               lambda x: self._project("down", i, x), post)
+                               lambda x: self._project("down", i, x), post, weak=True)
         yield from self._experts(i, source)
 
     def _experts(self, i: int, source: str) -> Iterator[Check]:
@@ -339,7 +395,7 @@ class Proof:
         else:
             wanted = product.split(widths, dim=1)
         for name, got, want in zip(parts, found[1:], wanted, strict=True):
-            yield Check((name, source), f"{name.rsplit('.', 1)[1]} = its part of the {role} projection", got.flatten(1), want)
+            yield Check((name, source), f"{name.rsplit('.', 1)[1]} = its part of the {role} projection", got.flatten(1), want, weak=True)
 
     def _project(self, role: str, layer: int, x: torch.Tensor) -> torch.Tensor:
         return internals.linear(self._locator.module(role, layer), x)
@@ -373,6 +429,17 @@ def turn_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
     first, second = turned.chunk(2, dim=-1)
     return torch.cat([turned * cos + torch.cat([-second, first], -1) * sin, rest], -1).to(x.dtype)
+
+
+def turn_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The same of pairs (2j, 2j + 1), the arrangement of RoFormer; tables of either arrangement hold the same angles."""
+    width = cos.shape[-1]
+    if not torch.equal(cos[..., 0::2], cos[..., 1::2]):
+        cos, sin = (t[..., : width // 2].repeat_interleave(2, dim=-1) for t in (cos, sin))
+    cos, sin = cos[0][:, None], sin[0][:, None]
+    turned, rest = x.split([width, x.shape[-1] - width], dim=-1)
+    other = torch.stack([-turned[..., 1::2], turned[..., 0::2]], dim=-1).flatten(-2)
+    return torch.cat([turned * cos + other * sin, rest], -1).to(x.dtype)
 
 
 def _fault(check: Check) -> str:

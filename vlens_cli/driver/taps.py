@@ -60,8 +60,8 @@ class Record:
                 continue
             positions = _asked(want, segment)
             if len(positions):
-                rows = [_rows(t, positions, segment) for t in tensors]
-                self.pieces.setdefault(kept_as, []).append((positions, _value(point, want, rows)))
+                value = _value(point, want, [_rows(t, positions, segment) for t in tensors])
+                self.pieces.setdefault(kept_as, []).append((positions, value))
 
     def change(self, name: str, tensors: list[torch.Tensor], positions: Sequence[int], start: int = 0,
                counted: bool = True) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from vlens_cli.query import EngineSpec
 FINAL = "ln_final.hook_out"
 FEATURES = frozenset({"capture", "batch", "interventions", "attention_mask", "new_tokens", "weight_access"})
 STREAM = "blocks.0.hook_resid_pre"
+STREAM_POINT = re.compile(r"blocks\.\d+\.hook_resid_(pre|mid|post)")
 # Rows of all variants that are replayed together.
 REPLAY_ROWS = 8192
 
@@ -62,14 +64,35 @@ class VLLMDriver:
 
     def _find_points(self) -> None:
         """Have the worker locate the catalog's points, and prove them."""
-        with boot.translated():
-            located = self._call("vlens_points")
-        self.non_fireable_hook_points: dict[str, str] = {**located["refused"], **self._prove(located["points"])}
+        self.non_fireable_hook_points: dict[str, str] = self._choose_layout()
         self.supported_hook_points = tuple(n for n in self.catalog.names if n not in self.non_fireable_hook_points)
         self.non_editable_hook_points = self._prove_writes()
         self._end = contract.agreed(self._llm.collective_rpc("vlens_end"))
         self.provides_sequence_logits = LOGITS in self.supported_hook_points or (
             FINAL in self.supported_hook_points and self.probe_logit_reconstruction())
+
+    def _choose_layout(self) -> dict[str, str]:
+        """Of the ways to read the module tree take the one that the proof at load refuses least of; refused names -> reasons."""
+        found: list[dict[str, str]] = []
+        for n in range(self._call("vlens_layouts")):
+            if n:
+                self._call("vlens_take_layout", n)
+            found.append(self._located_and_proved())
+            if not any(STREAM_POINT.fullmatch(name) for name in found[n]):
+                return found[n]
+        best = min(found, key=len)
+        if len(found) > 1:
+            self._call("vlens_take_layout", found.index(best))
+            best = self._located_and_proved()
+        if len(best) == len(self.catalog.names):
+            raise StartError(f"no hook point of this model passed the proof at load: {next(iter(best.values()))}",
+                             hint="`vlens hooks` lists the families that this version reads", code="proof_failed")
+        return best
+
+    def _located_and_proved(self) -> dict[str, str]:
+        with boot.translated():
+            located = self._call("vlens_points")
+        return {**located["refused"], **self._prove(located["points"])}
 
     @property
     def tokenizer(self) -> Any:
@@ -316,11 +339,7 @@ class VLLMDriver:
         self._call("vlens_watch_logits")
         with boot.translated():
             self._generate([Request(tokens, dict.fromkeys(self._read(points), Want()))], [key])
-            refused = self._call("vlens_prove", key, tokens)
-        if len(refused) == len(self.catalog.names):
-            raise StartError(f"no hook point of this model passed the proof at load: {next(iter(refused.values()))}",
-                             hint="`vlens hooks` lists the families that this version reads", code="proof_failed")
-        return refused
+            return self._call("vlens_prove", key, tokens)
 
     def _prove_writes(self) -> dict[str, str]:
         """Set every editable point to values of its own, neighbours in different forwards, and see in the worker that

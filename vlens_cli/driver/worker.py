@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from vlens_cli.driver import attention, internals, writes
+from vlens_cli.driver import attention, internals, structure, writes
 from vlens_cli.driver.base import LOGITS, Edit, Want
 from vlens_cli.driver.gather import Sharding
 from vlens_cli.driver.graph import op
@@ -39,7 +39,17 @@ class LensWorker(EngineWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         internals.let_attention_be_hooked(self.model_runner.get_model())
-        self._locate(catalog_for(self.model_config.hf_config.to_dict()))
+        self._layouts = structure.layouts(self.model_runner.get_model(), catalog_for(self.model_config.hf_config.to_dict()))
+        self.vlens_take_layout(0)
+
+    def vlens_layouts(self) -> int:
+        """How many readings of the module tree there are to choose from: one but where no file describes it."""
+        return len(self._layouts)
+
+    def vlens_take_layout(self, n: int) -> None:
+        """Read the module tree in one of these ways, from now on."""
+        self._locate(self._layouts[n].catalog)
+        self._refused |= self._layouts[n].absent
 
     def _locate(self, catalog: Catalog) -> None:
         model = self.model_runner.get_model()
@@ -146,7 +156,8 @@ class LensWorker(EngineWorker):
 
     def vlens_points(self) -> dict[str, Any]:
         """{"points": located names, "refused": name -> reason}. LookupError where the engine's heads are not the config's."""
-        self._locator.check_heads()
+        if not self._catalog.spec.structural:
+            self._locator.check_heads()
         return {"points": list(self._taps.points), "refused": self._refused}
 
     def vlens_watch_logits(self) -> None:

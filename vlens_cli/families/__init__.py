@@ -14,6 +14,9 @@ A family file holds
     [checkpoint]       tensor name -> when a whole checkpoint has it: always, never, maybe, a config key, or !key;
                 {i} is the layer, {e} the expert
     prefix      what tensor names may lack ("transformer.")      ignored  ends of names that no engine needs
+    structural  true in the one file for architectures that no other names: its modules are found in the live tree
+    layouts     other files, each the same rows over another module tree that the architecture has in other versions
+                of the engine: the first one that the live tree fits is taken
     [dims]      which config key gives each width, or several of which the first that is there counts; also a number,
                 or a multiple of a width named before it ("4 * d_model")
     [modules]   role -> path in the live module tree; {i} is the layer
@@ -26,7 +29,8 @@ A family file holds
                 (the hook points of the same layer that it is rebuilt from, or a name of [reads]), axes, meaning; `split`/`part` choose columns of a fused output, whose parts alternate head by head where
                 `interleaved`; `derive` names a formula over what is read, `factor` (a config key or "sqrt(d_model)")
                 and `helper` (a role) are what it needs besides; `absent` is the reason where a layer lacks the module;
-                `before` places an added row in the order of the forward
+                `before` places an added row in the order of the forward; `otherwise` (structural) is the role that is
+                read where the tree has none of the first
     [aliases]   other name -> canonical name
     [refused]   name -> the reason it is not given; takes away a row or alias of that name that `like` brought
 
@@ -39,7 +43,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -49,6 +53,9 @@ from vlens_cli.errors import BugError, StartError
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text", "qwen3_moe", "mixtral",
             "gpt2", "opt", "gpt_neox", "olmo2", "starcoder2", "stablelm", "cohere", "granite", "glm4",
             "bloom", "falcon", "gpt_oss", "deepseek_v2")
+
+# What a class is called that predicts the next token; others are of no use to an engine of ours, whatever their layers.
+DECODERS = ("ForCausalLM", "LMHeadModel")
 
 # More is a broken config, and naming that many hook points takes for ever.
 MOST_LAYERS = 10_000
@@ -82,6 +89,7 @@ class Row:
     helper   role of a second module that the formula needs, or ""
     interleaved  the parts of a split alternate head by head
     absent   why a layer has no such point, where the module may be missing
+    otherwise  role that is read, whole, where the live tree has no module of the first
     """
 
     hook: str
@@ -97,6 +105,7 @@ class Row:
     factor: str = ""
     helper: str = ""
     absent: str = ""
+    otherwise: str = ""
     of: tuple[str, ...] = ()
 
     @property
@@ -132,6 +141,8 @@ class Family:
     differs: str
     ignored: tuple[str, ...]
     like: str
+    structural: bool
+    layouts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -161,6 +172,10 @@ class Catalog:
         self._config = config
         self.family = family.name
         self.n_layers = dims.n_layers
+
+    def over(self, layout: Family) -> Catalog:
+        """The same model's points in another of its family's module trees."""
+        return Catalog(replace(layout, name=self.family), self.dims, self._config)
 
     @cached_property
     def points(self) -> dict[str, tuple[Row, int | None]]:
@@ -287,9 +302,10 @@ def catalog_for(config: dict[str, Any]) -> Catalog:
 def check_checkpoint(catalog: Catalog, config: dict[str, Any], found: Iterable[str]) -> None:
     """Whether a checkpoint's tensors are those that the engine reads, all and only. Raises StartError.
 
-    Quantized checkpoints have tensors of their own scheme, and are not checked.
+    Quantized checkpoints have tensors of their own scheme, and those of a structural family are not known: neither is
+    checked.
     """
-    if config.get("quantization_config"):
+    if config.get("quantization_config") or catalog.spec.structural:
         return
     config = {**catalog.spec.defaults, **config}
     rules = [(name, when) for pattern, when in catalog.spec.checkpoint.items() for name in _names(pattern, catalog.dims)]
@@ -322,7 +338,7 @@ def _names(pattern: str, dims: Dims) -> list[str]:
 
 
 def family_of(architectures: list[str]) -> Family:
-    """The family of the first architecture named that any family knows.
+    """The family of the first architecture named that any family knows; the structural one for another decoder.
 
     Files that do not hold the name are not parsed: there are many, and each command looks for one.
     """
@@ -330,6 +346,8 @@ def family_of(architectures: list[str]) -> Family:
         for name in FAMILIES:
             if f'"{architecture}"' in _text(name) and architecture in (family := load(name)).classes:
                 return family
+    if any(each.endswith(DECODERS) for each in architectures):
+        return load("structural")
     known = ", ".join(c for name in FAMILIES for c in load(name).classes)
     raise StartError(
         f"no hook points are known for this architecture: {', '.join(architectures) or 'none named in config.json'}",
@@ -368,19 +386,27 @@ def load(name: str) -> Family:
         ignored=tuple(fields["ignored"]),
         differs=fields.get("differs", ""),
         like=fields.get("like", ""),
+        structural=fields.get("structural", False),
+        layouts=tuple(fields.get("layouts", ())),
     )
     _check(family)
     return family
 
 
-def _fields(name: str) -> dict[str, Any]:
+def own_of(name: str) -> dict[str, Any]:
+    """What a family's own file holds."""
     # Its import takes longer than what it reads here.
     import tomllib
 
-    own = tomllib.loads(_text(name))
+    return tomllib.loads(_text(name))
+
+
+def _fields(name: str) -> dict[str, Any]:
+    own = own_of(name)
     if "like" not in own:
         return own
-    base = {key: value for key, value in _fields(own["like"]).items() if key not in own.get("fresh", ())}
+    base = {key: value for key, value in _fields(own["like"]).items()
+            if key not in own.get("fresh", ()) and key != "layouts"}
     taken = own.get("refused", {})
     rows = [row for row in base["row"] if row["hook"] not in taken]
     for entry in own.get("row", []):
@@ -420,7 +446,7 @@ def _row(family: str, entry: dict[str, Any], fields: dict[str, Any]) -> Row:
         meaning=entry["meaning"],
         split=tuple(entry.get("split", ())),
         of=tuple(of),
-        **{name: entry[name] for name in ("part", "derive", "interleaved", "factor", "helper", "absent") if name in entry},
+        **{name: entry[name] for name in ("part", "derive", "interleaved", "factor", "helper", "absent", "otherwise") if name in entry},
     )
 
 
