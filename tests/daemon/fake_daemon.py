@@ -27,8 +27,8 @@ from pathlib import Path
 
 from vlens_cli import memory
 from vlens_cli.daemon import local, runtime, wire
-from vlens_cli.errors import PromptError, QueryError, StartError
-from vlens_cli.query import RUNNING, SCHEMA_VERSION, Reply, Saved, StartQuery
+from vlens_cli.errors import PromptError, QueryError, StartError, UsageError
+from vlens_cli.query import RUNNING, SCHEMA_VERSION, Reply, Saved, SleepQuery, StartQuery
 
 WEIGHTS = "model.safetensors"
 
@@ -60,6 +60,18 @@ class FakeSession:
         self._weights: bytes | None = None
         self._cancelled = lambda: False
         self._between = lambda: None
+        self.asleep = False
+        self.buffer_bytes = 0
+
+    @property
+    def can_sleep(self) -> bool:
+        return self.started and bool(os.environ.get("FAKE_GPU")) and not self.asleep
+
+    def sleep(self) -> int:
+        if not os.environ.get("FAKE_GPU"):
+            raise UsageError("no GPU", hint="stop it", code="cannot_sleep")
+        self.asleep = True
+        return 2 * 10**9
 
     @property
     def started(self) -> bool:
@@ -73,6 +85,8 @@ class FakeSession:
         return sum(len(p.text or p.tokens or ()) for p in getattr(query, "prompts", ())) <= 2000
 
     def answer(self, query, progress, into=None) -> Reply:
+        if isinstance(query, SleepQuery):
+            return Reply({"model": {"name": self.spec.name}, "freed_bytes": self.sleep()})
         asked = [] if isinstance(query, StartQuery) else query.prompts
         if any(prompt.text == "wrong" for prompt in asked):
             raise PromptError("a wrong prompt", hint="ask another")
@@ -89,6 +103,7 @@ class FakeSession:
         return Reply(body, saved=saved)
 
     def _start(self, progress) -> None:
+        self.asleep = False
         if self.started:
             return
         progress(f"starting the engine for {self.spec.name}")

@@ -102,6 +102,32 @@ def test_engine_start_shows_the_engine_and_keeps_notes_apart(vlens):
     assert one["pid"] == vlens.started[0]["pid"]
 
 
+def test_an_engine_on_a_gpu_sleeps_until_the_next_query(vlens):
+    pid = vlens.capture("one", FAKE_GPU="1").pid
+    done = vlens.run("engine", "sleep")
+    assert (done.code, done.err) == (0, "1 engine asleep: 2.0 GB of GPU memory freed\n")
+    assert vlens.engines()[0]["asleep"] and "asleep" in vlens.run("engine", "status", "--table").out
+    again = vlens.capture("two")
+    assert (again.pid, again.answer) == (pid, vlens.right("two")) and not vlens.engines()[0]["asleep"]
+
+
+def test_an_idle_engine_on_a_gpu_goes_to_sleep_by_itself(vlens):
+    pid = vlens.capture("one", FAKE_GPU="1", VLENS_SLEEP="0.1").pid
+    wait_for(lambda: vlens.engines()[0]["asleep"], what="asleep")
+    assert vlens.capture("two").pid == pid
+
+
+def test_an_engine_on_a_processor_does_not_sleep(vlens):
+    vlens.capture("one")
+    done = vlens.run("engine", "sleep")
+    assert done.code != 0 and "no GPU" in done.err and not vlens.engines()[0]["asleep"]
+
+
+def test_a_time_of_sleep_that_is_none_is_refused_before_an_engine_starts(vlens):
+    done = vlens.run("capture", "--hook", HOOKS[0], "one", VLENS_SLEEP="soon")
+    assert done.code == 2 and "soon" in done.err and vlens.started == []
+
+
 def test_without_daemon_nothing_stays(vlens):
     done = vlens.capture("alone", "--no-daemon")
     assert done.answer == vlens.right("alone")

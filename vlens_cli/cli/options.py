@@ -121,6 +121,7 @@ def asking(keep_alive: str | None, timeout: float | None, no_daemon: bool) -> As
     from vlens_cli.daemon.client import Asking
 
     stay = env.seconds(keep_alive if keep_alive is not None else env.keep_alive_text())
+    env.sleep_after()  # what it says is the engine's to obey, and the asker's to be told of
     if no_daemon and timeout is not None:
         raise UsageError("--timeout is for the resident engine, and --no-daemon does without",
                          hint="`timeout 60 vlens ...` ends any command")

@@ -382,7 +382,7 @@ def engines(described: Sequence[dict[str, Any]]) -> str:
     """`vlens engine status` as a table."""
     columns = [("pid", "right"), ("model", "fold"), ("state", "left"), ("memory", "right"), ("time left", "right")]
     rows = [
-        (str(one["pid"]), visible(one["model"]), _doing(one), f"{one['rss_bytes'] / 1e9:.2f} GB", _left(one))
+        (str(one["pid"]), visible(one["model"]), _doing(one), _memory(one), _left(one))
         for one in described
     ]
     return draw(table(columns, rows))
@@ -391,7 +391,13 @@ def engines(described: Sequence[dict[str, Any]]) -> str:
 def _doing(one: dict[str, Any]) -> str:
     doing = f": {one['doing']}, for {one['doing_for_s']:.0f} s" if one.get("doing") else ""
     waiting = f", {one['waiting']} waiting" if one.get("waiting") else ""
-    return f"{one['state']}{doing}{waiting}"
+    return f"{'asleep' if one.get('asleep') else one['state']}{doing}{waiting}"
+
+
+def _memory(one: dict[str, Any]) -> str:
+    """What the process holds, and what a compiled engine keeps on its device for captures and edits."""
+    buffers = one.get("buffer_bytes")
+    return f"{one['rss_bytes'] / 1e9:.2f} GB" + (f", buffers {buffers / 1e9:.2f} GB" if buffers else "")
 
 
 def _left(one: dict[str, Any]) -> str:

@@ -318,6 +318,7 @@ class Server:
             "socket": str(self._home.socket), "log": str(self._home.log), "version": runtime.version(),
             "rss_bytes": memory.resident(os.getpid()), "idle_left_s": self._idle_left(),
             "keep_alive_s": self._keep_alive, "asleep": started and session.asleep,
+            "buffer_bytes": session.buffer_bytes if started else 0,
         }
 
 

@@ -34,6 +34,9 @@ MAX_REQUESTS = 256
 # Types of rotary scaling whose values were compared with transformers'; vLLM's `dynamic` is another formula.
 ROTATIONS = ("default", "linear", "llama3", "yarn", "longrope")
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# Variables by which float32 products become TF32 on a GPU, three digits instead of seven -> the values that do not.
+TF32 = {"TRITON_F32_DEFAULT": "ieee", "VLLM_FLOAT32_MATMUL_PRECISION": "highest", "NVIDIA_TF32_OVERRIDE": "0",
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 
 
@@ -78,6 +81,7 @@ def plan(spec: EngineSpec, config: dict[str, Any], catalog: Catalog) -> Plan:
         f"prompts are limited to {max_len} of the model's {own} tokens, {why} (--max-len raises it)",)
     if catalog.spec.structural:
         notes = (*notes, "no file describes this architecture: given is what its structure proves when the engine starts")
+    notes += _tf32(dtype)
     tokens = max(max_len, min(held, KV_TOKENS)) + KV_SLACK_TOKENS
     # transformers changes over at short + 2; of short + 1 tokens no engine of vLLM's gives the model's own values.
     shortest = short + 2 if short and max_len > short else 1
@@ -88,6 +92,13 @@ def plan(spec: EngineSpec, config: dict[str, Any], catalog: Catalog) -> Plan:
     built = None if spec.compile_hooks is None else limits.built(spec.compile_hooks, catalog)
     buffer = 0 if built is None else (spec.compile_buffer or limits.DEFAULT_BUFFER) << 20
     return Plan(dtype, max_len, spec.chunk or DEFAULT_CHUNK, tokens * token_bytes, notes, shortest, built, buffer)
+
+
+def _tf32(dtype: str) -> tuple[str, ...]:
+    """What makes float32 less than it says, as a note."""
+    asked = [f"{name}={value}" for name, exact in TF32.items() if (value := os.environ.get(name, exact)) != exact]
+    return (f"tf32: with {' '.join(asked)} a GPU multiplies float32 with three digits, and these values are not float32's",
+            ) if asked and dtype == "float32" else ()
 
 
 def check_rotation(config: dict[str, Any]) -> int | None:

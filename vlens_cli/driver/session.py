@@ -169,6 +169,11 @@ class Session:
         return self._driver is not None and self._driver.asleep
 
     @property
+    def buffer_bytes(self) -> int:
+        """What a compiled engine's tables and buffers take of the device's memory."""
+        return 0 if self._driver is None else self._driver.buffer_bytes
+
+    @property
     def can_sleep(self) -> bool:
         """Whether an engine runs that could be put to sleep."""
         return self._driver is not None and self._driver.can_sleep and not self._driver.asleep

@@ -41,6 +41,7 @@ class VLLMDriver:
     non_fireable_hook_points     other names of the catalog -> why they are refused
     non_editable_hook_points     names that can be read, or not even that -> why they cannot be changed
     provides_sequence_logits     logits of every position, not only the last
+    buffer_bytes                 what a compiled engine's tables and buffers take of the device's memory
     """
 
     def __init__(self, spec: EngineSpec, plan: boot.Plan, catalog: Catalog) -> None:
@@ -55,6 +56,7 @@ class VLLMDriver:
         self._llm = boot.boot(spec, plan)
         self.can_sleep = internals.can_sleep()
         self.asleep = False
+        self.buffer_bytes = 0
         try:
             self._find_points()
         except BaseException:

@@ -205,6 +205,10 @@ class LensWorker(EngineWorker):
             self._taps.points.pop(name, None)
         return self._refused
 
+    def vlens_graph_bytes(self) -> int:
+        """What the tables and buffers of a compiled engine take of the device's memory."""
+        return self._taps.tables.n_bytes
+
     def vlens_graph_samples(self, on: bool) -> None:
         """Keep, or no longer keep, the logits that the engine samples from, for the proof of a compiled engine."""
         self._taps.watch_samples(on)

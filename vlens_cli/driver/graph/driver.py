@@ -39,6 +39,7 @@ class CompiledDriver(VLLMDriver):
 
     def _prove(self, points: list[str]) -> dict[str, str]:
         """One request of a few tokens and decode steps, every built point captured, against the model without its graph."""
+        self.buffer_bytes = self._call("vlens_graph_bytes")
         tokens = self._proof_tokens()
         steps = min(PROOF_STEPS, self.plan.max_len - len(tokens) + 1)
         key = uuid.uuid4().hex

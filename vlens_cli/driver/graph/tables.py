@@ -90,7 +90,8 @@ class Tables:
         granules = (n_bytes - n_bytes // PROGRAM_SHARE) // GRANULE
         self.rows = torch.zeros(granules * GRANULE, dtype=torch.uint8, device=device)
         self.granules = granules
-        self.counts = torch.zeros(len(sites), 2, dtype=torch.int32, device=device)
+        # At multiples of 16 bytes, for the same reason.
+        self.counts = torch.zeros(len(sites), 4, dtype=torch.int32, device=device)[:, :2]
         # Learned when the engine warms up: what each site is called with.
         self.dtypes: list[torch.dtype | None] = [None] * len(sites)
         self.pairs = [False] * len(sites)
