@@ -207,7 +207,7 @@ def decode(asked: argparse.Namespace, hooks: tuple[str, ...] | None) -> None:
         for what, edited, captured in (("decode", 0, {}), ("decode, one edited", 1, {}), ("decode, all edited", b, {}),
                                        ("decode, all edited, one layer captured", b, capture)):
             requests = [Request(prompt(PROMPT, n), captured, new, edit if n < edited else ()) for n in range(b)]
-            seconds = timed(asked.repeat, lambda: driver._run_batch(requests, lambda: False))
+            seconds = timed(asked.repeat, lambda: driver.run(requests))
             say(what, b * new / seconds, "tokens/s", requests=b, base="decode", note=f"{seconds / new * 1e3:.3f} ms a step")
     driver.close()
 

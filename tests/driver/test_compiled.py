@@ -127,7 +127,7 @@ def test_other_requests_of_a_batch_keep_their_bits(driver):
     def batch(edits):
         requests = [Request(tuple(LONG), dict.fromkeys(names, Want()), 6),
                     Request(tuple(SHORT), dict.fromkeys(names, Want()), 6, edits=edits)]
-        return driver._run_batch(requests, lambda: False)
+        return driver.run(requests)
 
     (plain, changed), (beside, edited) = batch(()), batch((edit,))
     assert plain.new_tokens == beside.new_tokens

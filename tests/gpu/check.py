@@ -191,8 +191,8 @@ def _others(driver: object, Request: type, Want: type) -> bool:
     edit = Edit("blocks.1.hook_resid_post", None, value=torch.ones(128))
 
     def batch(edits: tuple) -> list:
-        return driver._run_batch([Request(tuple(LONG), dict.fromkeys(names, Want()), 8),
-                                  Request(tuple(SHORT), dict.fromkeys(names, Want()), 8, edits=edits)], lambda: False)
+        return driver.run([Request(tuple(LONG), dict.fromkeys(names, Want()), 8),
+                           Request(tuple(SHORT), dict.fromkeys(names, Want()), 8, edits=edits)])
 
     plain, edited = batch(()), batch((edit,))
     untouched = plain[0].new_tokens == edited[0].new_tokens and all(
