@@ -68,8 +68,8 @@ def test_a_tilde_is_the_home(asked, monkeypatch):
 def test_sources_are_fed_as_prompts_are(asked):
     found = asked("-i", f"{Z} = @source", "--source", "-", "--source-tokens", "1,2", "--chat", "--system", "Be.")
     assert found["sources"] == [
-        {"text": "-", "tokens": None, "chat": True, "system": "Be."},
-        {"text": None, "tokens": [1, 2], "chat": False, "system": None},
+        {"text": "-", "tokens": None, "chat": True, "system": "Be.", "id": None},
+        {"text": None, "tokens": [1, 2], "chat": False, "system": None, "id": None},
     ]
 
 

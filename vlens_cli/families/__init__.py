@@ -472,7 +472,8 @@ def _dims(family: Family, config: dict[str, Any]) -> Dims:
         values["d_head"] = values.get("d_head") or values["d_model"] // values["n_heads"]
         missing = [family.dims[d][0] for d, v in values.items() if not _is_width(v)]
     if missing:
-        raise _bad_config(f"config.json has no usable value of: {', '.join(map(str, missing))}")
+        unknown = f", and no file here describes {config['architectures']}" if family.structural else ""
+        raise _bad_config(f"config.json has no usable value of: {', '.join(map(str, missing))}{unknown}")
     if values["n_layers"] > MOST_LAYERS:
         raise _bad_config(f"config.json has {values['n_layers']} layers")
     return Dims(**values)
