@@ -101,6 +101,7 @@ class Bench:
         for name in ("my-model", "fine-tuned"):
             (self.folder / name).symlink_to(model)
         (self.folder / "prompts.txt").write_text("The Eiffel Tower is located in the city of\nThe Colosseum is located in the city of\n")
+        (self.folder / "prompts.jsonl").write_text('{"text": "The Eiffel Tower is in", "id": "eiffel"}\n{"text": "The Colosseum is in"}\n')
         binaries = folder / "bin"
         binaries.mkdir()
         script = binaries / "vlens"
