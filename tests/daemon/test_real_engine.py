@@ -170,8 +170,13 @@ def test_a_thousand_queries_leave_memory_and_descriptors_flat(engine, asking):
         asking(f"The number {n} is {n * n % 97}", ("blocks.2.hook_resid_post",))
         if n in (100, 999):
             seen.append((memory.resident(pid), len(os.listdir(f"/proc/{pid}/fd"))))
-    (rss, fds), (rss_after, fds_after) = seen
-    assert rss_after < 1.02 * rss and fds_after <= fds
+    (rss, fds), (rss_after, _) = seen
+    assert rss_after < 1.02 * rss
+    # The last connection may not be closed yet.
+    deadline = time.monotonic() + 60
+    while len(os.listdir(f"/proc/{pid}/fd")) > fds:
+        assert time.monotonic() < deadline, "descriptors stay open"
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("when", ["while it loads", "during a query"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import zipfile
 from functools import cache
 from pathlib import Path
@@ -51,10 +50,10 @@ def _tensors(file: str) -> dict[str, Any]:
     try:
         # torch's older format is no archive, and is not mapped.
         found = torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
-    except pickle.UnpicklingError as fault:
-        raise StartError(f"this file holds more than tensors, and is not read, because it may run what it says: {file}",
-                         code="bad_checkpoint", hint="take it from a source that you trust, as safetensors") from fault
     except Exception as fault:  # torch raises whatever the file's own reading raises
+        if type(fault).__name__ == "UnpicklingError":
+            raise StartError(f"this file holds more than tensors, and is not read, because it may run what it says: {file}",
+                             code="bad_checkpoint", hint="take it from a source that you trust, as safetensors") from fault
         raise StartError(f"a broken weight file: {file}: {' '.join(str(fault).split())[:200]}", code="bad_checkpoint",
                          hint="fetch or save it again") from fault
     named = found if isinstance(found, dict) else {}
