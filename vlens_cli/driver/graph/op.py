@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import torch
+from torch import library
 
 
 class Visited(Protocol):
@@ -21,7 +22,7 @@ class Visited(Protocol):
 
 
 _active: Visited | None = None
-_library = torch.library.Library("vlens", "FRAGMENT")
+_library = library.Library("vlens", "FRAGMENT")
 _library.define("tap(Tensor(a!) x, Tensor(b!)? residual, int site) -> ()")
 
 
@@ -36,7 +37,7 @@ def _fake(x: torch.Tensor, residual: torch.Tensor | None, site: int) -> None:
 
 for _key in ("CPU", "CUDA"):
     _library.impl("tap", _tap, _key)
-torch.library.register_fake("vlens::tap", _fake, lib=_library)
+library.register_fake("vlens::tap", _fake, lib=_library)
 tap = torch.ops.vlens.tap
 
 
