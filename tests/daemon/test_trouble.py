@@ -353,7 +353,7 @@ for n in range(int(sys.argv[1])):
 """
 
 
-def test_500_queries_leave_memory_and_descriptors_as_they_were(vlens):
+def test_600_queries_leave_memory_and_descriptors_as_they_were(vlens):
     path = f"{vlens.script.parent}:{os.environ['PYTHONPATH']}"
 
     def ask(n_rounds: int) -> tuple[int, int]:
@@ -365,10 +365,8 @@ def test_500_queries_leave_memory_and_descriptors_as_they_were(vlens):
 
     # A part of the fingerprint: the same for all.
     pid = vlens.capture("hello", PYTHONPATH=path).pid
-    # The allocator takes its last pieces somewhere in the first hundreds; afterwards nothing grows.
-    ask(40)
-    fds, rss = ask(20)
-    fds_then, rss_then = ask(40)
-    assert fds_then == fds
-    assert rss_then < rss * 1.02
+    # The allocator takes a piece now and then, and so late in the first hundreds; a leak grows in every hundred.
+    seen = [ask(20) for _ in range(6)]
+    assert len({fds for fds, _ in seen}) == 1
+    assert min(then / rss for (_, rss), (_, then) in zip(seen[1:], seen[2:])) < 1.004, seen
     assert vlens.alive() == [pid]

@@ -197,10 +197,10 @@ def test_every_hook_is_under_some_identity(by_transformers):
 
 
 def test_a_family_without_a_row_is_refused(tiny, tmp_path):
-    other = shutil.copytree(tiny("llama"), tmp_path / "helium")
+    other = shutil.copytree(tiny("llama"), tmp_path / "olmo")
     config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "model_type": "helium", "architectures": ["HeliumForCausalLM"]}))
-    with pytest.raises(RuntimeError, match="no row for the family 'helium'"):
+    (other / "config.json").write_text(json.dumps({**config, "model_type": "olmo", "architectures": ["OlmoForCausalLM"]}))
+    with pytest.raises(RuntimeError, match="no row for the family 'olmo'"):
         reference_file(other, PROMPTS)
 
 
