@@ -79,10 +79,9 @@ def attended(found: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 def _table_reads(point: Point, want: Want) -> tuple[Want, ...]:
     """The asked queries of the asked heads, and the keys of all positions of the kv heads that serve them."""
-    heads, kv_heads, _ = internals.attention_heads(point.module)
     if want.heads is None:
         return Want(want.positions), Want()
-    return Want(want.positions, want.heads), Want(heads=tuple(sorted({h * kv_heads // heads for h in want.heads})))
+    return Want(want.positions, want.heads), Want(heads=tuple(sorted({h // point.kv_group for h in want.heads})))
 
 
 def _scores(point: Point, want: Want, sources: Sequence[Rows]) -> Rows:
@@ -103,12 +102,11 @@ def _table(point: Point, want: Want, sources: Sequence[Rows],
         raise LookupError(f"{point.name} needs the keys of every position, and has {len(keys)} others")
     heads = want.heads or tuple(range(q.shape[1]))
     serving = dict(zip(_table_reads(point, want)[1].heads or range(k.shape[1]), range(k.shape[1]), strict=True))
-    n_heads, n_kv_heads, _ = internals.attention_heads(point.module)
     columns = slice(None) if want.dims is None else list(want.dims)
     out = torch.empty(len(heads), len(q), len(k) if want.dims is None else len(want.dims), dtype=q.dtype)
-    scoring = internals.attention_scoring(point.module)
+    scoring = point.ranks.scoring(point.module)
     for n, h in enumerate(heads):
-        head, keys_of = torch.tensor([h], device=q.device), k[:, [serving[h * n_kv_heads // n_heads]]]
+        head, keys_of = torch.tensor([h], device=q.device), k[:, [serving[h // point.kv_group]]]
         for rows in _pieces(len(q), len(k)):
             at = torch.tensor(positions[rows], device=q.device)
             found = finish(scores(q[rows, [n]], keys_of, head, at, scoring), head, scoring)
@@ -139,7 +137,7 @@ def _result(point: Point, want: Want, sources: Sequence[Rows]) -> Rows:
         for rows in _pieces(len(z), max(d_model, n_heads * z.shape[2])):
             alone = z.new_zeros(rows.stop - rows.start, n_heads, z.shape[2])
             alone[:, h] = z[rows, n]
-            out[rows, n] = internals.product(point.module, alone.flatten(1))[:, columns].to(out.dtype)
+            out[rows, n] = point.ranks.product(point.module, alone.flatten(1))[:, columns].to(out.dtype)
     return out, positions
 
 

@@ -330,6 +330,46 @@ def sharding(layer: torch.nn.Module, attribute: str) -> Sharding:
     return Sharding()
 
 
+class Cut(NamedTuple):
+    """What tensor parallelism leaves to the caller of a linear layer: its input is this rank's `rows` of the weight, its
+    output this rank's `columns`, or a sum that is not `unreduced` yet."""
+
+    rows: bool = False
+    columns: bool = False
+    unreduced: bool = False
+
+
+def cut(layer: torch.nn.Module) -> Cut:
+    """0.26 to 0.32: column-parallel layers gather only where they say so, row-parallel ones sum unless they say not."""
+    from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+
+    match layer:
+        case ColumnParallelLinear():
+            return Cut(columns=not layer.gather_output)
+        case RowParallelLinear():
+            return Cut(rows=layer.input_is_parallel, unreduced=not layer.reduce_results)
+    return Cut()
+
+
+def is_elsewhere(module: torch.nn.Module) -> bool:
+    """Whether a module only stands for one that another pipeline stage has (0.26 to 0.32)."""
+    return type(module).__name__ == "PPMissingLayer"
+
+
+def prepare_stage(runner: Any) -> None:
+    """0.32, CPU: the runner of a later pipeline stage lacks the tensors that the stage before it fills."""
+    from vllm.distributed import get_pp_group
+
+    if not get_pp_group().is_first_rank and getattr(runner, "intermediate_tensors", True) is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device)
+
+
+def has_failed(llm: Any) -> bool:
+    """Whether an executor has lost one of its worker processes (0.26 to 0.32: multiprocess and Ray alike)."""
+    return bool(getattr(llm.llm_engine.engine_core.engine_core.model_executor, "is_failed", False))
+
+
 class _Called:
     """Stands for an attention layer where a model asks for its `forward` by name, which would pass its hooks by."""
 

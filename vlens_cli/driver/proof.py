@@ -289,7 +289,7 @@ class Proof:
             table, what = table.to(z.device), "the pattern"
             if name.endswith("hook_attn_scores"):
                 what = "the softmax of the scores"
-                table = attention.pattern(table, torch.arange(len(table)), internals.attention_scoring(point.module))
+                table = attention.pattern(table, torch.arange(len(table)), point.ranks.scoring(point.module))
             law = f"{what} of {' and '.join(source.rsplit('.hook_', 1)[1] for source in point.of)}, times v = z"
             yield Check((f"{b}.hook_z", name, *point.of, f"{b}.hook_v"), law, z, attention.attended(table, v).to(z.dtype))
 
@@ -377,7 +377,7 @@ class Proof:
 
     def _chosen(self, i: int, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """What the experts that the router's logits choose make of x, with those that every position has."""
-        out = internals.experts(self._locator.module("experts", i), x, logits)
+        out = self._locator.ranks.sum(internals.experts(self._locator.module("experts", i), x, logits))
         return out + self._locator.module("shared", i)(x) if "shared" in self._spec.modules else out
 
     def _projection(self, role: str, layer: int, source: str, parts: tuple[str, ...]) -> Iterator[Check]:
@@ -398,7 +398,7 @@ class Proof:
             yield Check((name, source), f"{name.rsplit('.', 1)[1]} = its part of the {role} projection", got.flatten(1), want, weak=True)
 
     def _project(self, role: str, layer: int, x: torch.Tensor) -> torch.Tensor:
-        return internals.linear(self._locator.module(role, layer), x)
+        return self._locator.ranks.linear(self._locator.module(role, layer), x)
 
 
 def _first_of(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
