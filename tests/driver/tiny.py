@@ -88,6 +88,7 @@ UNNAMED: dict[str, dict[str, Any]] = {"ernie4_5": {}, "helium": {"head_dim": 32}
 VARIANTS = {
     "long": "rotation of Llama 3, whose prompts are longer than the length that it stretches",
     "odd_vocab": "a vocabulary that is no multiple of 64",
+    "one_kv": "one key and value head for all query heads",
     "zero_norm": "every seventh entry of every norm weight is zero",
     "bf16": "the same weights rounded to bfloat16",
     "tokenizer": "with a byte-level BPE tokenizer (pad 0, BOS 1, EOS 2; it prepends BOS) and a chat template",
@@ -97,6 +98,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "long": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
                                  "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
     "odd_vocab": {"vocab_size": 500},
+    "one_kv": {"num_key_value_heads": 1},
 }
 
 KEEP_SECONDS = 7 * 24 * 3600

@@ -24,7 +24,7 @@ from vlens_cli.driver.proof import PROOF_TOKENS, TOLERANCE, WRITTEN_TOGETHER
 from vlens_cli.driver.tokens import Tokens
 from vlens_cli.driver.unembed import UNEMBED_ROWS
 from vlens_cli.driver.weights import LiveWeights
-from vlens_cli.errors import HookError, QueryError, StartError, UsageError
+from vlens_cli.errors import LOG_HINT, HookError, QueryError, StartError, UsageError
 from vlens_cli.families import Catalog
 from vlens_cli.query import EngineSpec
 
@@ -522,6 +522,12 @@ class VLLMDriver:
     def died(self) -> bool:
         """Whether the engine has lost a worker process: it answers nothing more."""
         return internals.has_failed(self._llm)
+
+    def check_alive(self) -> None:
+        """Raises QueryError where the engine has lost a worker process."""
+        if self.died:
+            raise QueryError("a worker process of the engine has ended; the engine ends too", code="worker_died",
+                             hint=f"the next command starts a new one; {LOG_HINT}")
 
     def _call(self, method: str, *args: Any) -> Any:
         """What a method of the workers gives in the pipeline stage that has what is asked."""
