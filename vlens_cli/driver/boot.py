@@ -26,6 +26,8 @@ from vlens_cli.query import EngineSpec
 if TYPE_CHECKING:
     from vlens_cli.driver.workers import Workers
 
+# Imported by vLLM in every process that holds a rank.
+WORKER = "vlens_cli.driver.worker.LensWorker"
 # What a resident engine may keep for keys and values. On CPU the memory is touched at the first requests, and costs
 # seconds a GiB.
 KV_BYTES = 512 * 2**20
@@ -298,7 +300,7 @@ def boot(spec: EngineSpec, plan: Plan) -> Any:
         if not _running:
             # What an engine that failed to start has left: the next would go on with its ranks, whatever it needs.
             internals.forget_ranks()
-        llm = LLM(**engine_arguments(spec, plan), worker_cls="vlens_cli.driver.worker.LensWorker",
+        llm = LLM(**engine_arguments(spec, plan), worker_cls=WORKER,
                   # Weights come from memory that can be taken away and given back at the same addresses.
                   enable_sleep_mode=internals.can_sleep())
         _running.add(llm)

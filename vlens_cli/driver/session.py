@@ -195,6 +195,11 @@ class Session:
 
             check_checkpoint(self.catalog, self._config, pickled.listed(self.spec.model))
 
+    def end_workers(self) -> None:
+        """End worker processes, for a process that is about to end itself."""
+        if self._driver is not None:
+            self._driver.end_workers()
+
     def close(self) -> None:
         if self._driver is not None:
             self._driver.close()
