@@ -113,12 +113,15 @@ def test_both_kinds_of_ranks_at_once(engines, tiny, monkeypatch):
     check_bits(engines.open(folder, **BOTH), folder)
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize("worker, told", [
-    ("OtherReplica", r"blocks\.1\.ln2\.hook_out is off by .* on tensor-parallel rank 1"),
+    pytest.param("OtherReplica", r"blocks\.1\.ln2\.hook_out is off by .* on tensor-parallel rank 1", marks=SLOW),
     ("MissingPart", r"rank \d reads blocks\.1\.attn\.hook_\w where rank \d reads blocks\.1\.attn\.hook_\w"),
-    ("MissingReplica", r"blocks\.2\.hook_mlp_out never fired on tensor-parallel rank 1"),
-    ("Reversed", r"blocks\.0\.attn\.hook_\w+ is joined in another order than that of its ranks"),
-    ("OtherShards", r"blocks\.0\.attn\.W_Q, joined over the ranks, is not the checkpoint's"),
+    pytest.param("MissingReplica", r"blocks\.2\.hook_mlp_out never fired on tensor-parallel rank 1", marks=SLOW),
+    pytest.param("Reversed", r"blocks\.0\.attn\.hook_\w+ is joined in another order than that of its ranks", marks=SLOW),
+    pytest.param("OtherShards", r"blocks\.0\.attn\.W_Q, joined over the ranks, is not the checkpoint's", marks=SLOW),
 ])
 def test_a_rank_that_is_not_as_expected_is_an_error_at_the_start(engines, tiny, monkeypatch, worker, told):
     monkeypatch.setattr("vlens_cli.driver.boot.WORKER", f"faulty_workers.{worker}")

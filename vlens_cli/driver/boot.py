@@ -240,6 +240,12 @@ def additional(plan: Plan) -> dict[str, Any]:
     return {"vlens": {"version": __version__, "built": list(plan.built), "buffer": plan.buffer}}
 
 
+def settle_products() -> None:
+    """fp32 is fp32: Triton's attention kernel multiplies in TF32 otherwise, 1e-3 off (0.26, H200; with this 1e-6). In every
+    process that holds a rank: no variable of ours reaches other machines."""
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+
+
 # The engines of this process: one that was dropped without being closed is none.
 _running: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -264,8 +270,7 @@ def prepare(compiled: bool = False, ranks: int = 1) -> None:
     os.environ.pop(_RUNNER, None)
     if runner is not None:
         os.environ[_RUNNER] = runner
-    # fp32 is fp32: Triton's attention kernel multiplies in TF32 otherwise, 1e-3 off (0.26, H200; with this 1e-6).
-    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+    settle_products()
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     hide_broken_packages()

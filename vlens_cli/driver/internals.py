@@ -370,8 +370,13 @@ def end_workers(llm: Any) -> None:
     llm.llm_engine.engine_core.engine_core.model_executor.shutdown()
 
 
+def says_dead(fault: Exception) -> bool:
+    """Whether Ray (2.60) says that a worker process has ended: vLLM's executor over Ray keeps no word of it."""
+    return type(fault).__name__ in ("ActorDiedError", "RayActorError", "ActorUnavailableError", "WorkerCrashedError")
+
+
 def has_failed(llm: Any) -> bool:
-    """Whether an executor has lost one of its worker processes (0.26 to 0.32: multiprocess and Ray alike)."""
+    """Whether an executor has lost one of its worker processes (0.26 to 0.32: multiprocess)."""
     return bool(getattr(llm.llm_engine.engine_core.engine_core.model_executor, "is_failed", False))
 
 

@@ -58,6 +58,7 @@ class VLLMDriver:
         # Tokens a second, as last seen.
         self.rate = 0.0
         self._replays = True
+        self._dead = False
         self._llm = boot.boot(spec, plan)
         self.can_sleep = internals.can_sleep()
         self.asleep = False
@@ -547,10 +548,11 @@ class VLLMDriver:
     @property
     def died(self) -> bool:
         """Whether the engine has lost a worker process: it answers nothing more."""
-        return internals.has_failed(self._llm)
+        return self._dead or self._llm is not None and internals.has_failed(self._llm)
 
-    def check_alive(self) -> None:
-        """Raises QueryError where the engine has lost a worker process."""
+    def check_alive(self, fault: Exception) -> None:
+        """Raises QueryError where the engine has lost a worker process, as `fault` or the engine says."""
+        self._dead = self._dead or internals.says_dead(fault)
         if self.died:
             raise QueryError("a worker process of the engine has ended; the engine ends too", code="worker_died",
                              hint=f"the next command starts a new one; {LOG_HINT}")

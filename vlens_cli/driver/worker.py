@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from vlens_cli.driver import attention, carry, internals, structure, writes
+from vlens_cli.driver import attention, boot, carry, internals, structure, writes
 from vlens_cli.driver.base import LOGITS, Edit, Want
 from vlens_cli.driver.gather import gather
 from vlens_cli.driver.graph import op
@@ -54,6 +54,7 @@ class LensWorker(EngineWorker):
     """vLLM's worker, with taps."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        boot.settle_products()
         super().load_model(*args, **kwargs)
         internals.prepare_stage(self.model_runner)
         internals.let_attention_be_hooked(self.model_runner.get_model())
