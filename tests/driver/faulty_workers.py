@@ -53,7 +53,6 @@ class OtherShards(LensWorker):
         super().load_model(*args, **kwargs)
         for layer in self.model_runner.get_model().model.layers:
             for module in (layer.self_attn.qkv_proj, layer.self_attn.o_proj):
-                apply = module.quant_method.apply
                 module.quant_method = _Swapped(module.quant_method, self._ranks, module is layer.self_attn.o_proj)
 
 

@@ -12,7 +12,7 @@ import torch
 from compare import assert_close, logit_error, of_prompt, reference, relative_error
 from engines import capture
 from safetensors.torch import load
-from test_numbers import DIFFER, SHORT, spread
+from test_numbers import SHORT, spread
 from test_weights import check_bits
 from test_writes import cases_of, run_cases
 from vlens_cli import families

@@ -149,7 +149,7 @@ class Session:
         """The engine, started by the first call."""
         if self._driver is None:
             progress(f"starting the engine for {self.spec.name}")
-            with room.room_for(room.needed(Path(self.spec.model), self._config, self.plan)):
+            with room.room_for(room.needed(Path(self.spec.model), self._config, self.plan, self.spec.tp * self.spec.pp)):
                 with boot.translated():
                     from vlens_cli.driver.graph.driver import driver_for
                     self._check_pickled()
