@@ -53,11 +53,11 @@ class OtherShards(LensWorker):
         super().load_model(*args, **kwargs)
         for layer in self.model_runner.get_model().model.layers:
             for module in (layer.self_attn.qkv_proj, layer.self_attn.o_proj):
-                module.quant_method = _Swapped(module.quant_method, self._ranks, module is layer.self_attn.o_proj)
+                module.quant_method = UnquantizedSwapped(module.quant_method, self._ranks, module is layer.self_attn.o_proj)
 
 
-class _Swapped:
-    """A linear layer's kernel with the other rank's weight."""
+class UnquantizedSwapped:
+    """A linear layer's kernel with the other rank's weight; its name says, as those of vLLM do, that the weight is whole."""
 
     def __init__(self, method: Any, ranks: Ranks, rows: bool) -> None:
         self._method, self._ranks, self._rows = method, ranks, rows
