@@ -405,6 +405,22 @@ def attention_scoring(attention: torch.nn.Module) -> Scoring:
                    getattr(impl, "alibi_slopes", None), getattr(impl, "sinks", None))
 
 
+def latent_scale(attention: torch.nn.Module) -> float:
+    """The factor on q.k of a live layer of latent attention (0.32: `MLAAttention`, which has nothing else before the softmax,
+    but for one whose indexer chooses keys). Raises LookupError for that one."""
+    if getattr(attention, "use_sparse", False):
+        raise LookupError("the engine's attention chooses the keys that it looks at")
+    return float(attention.impl.scale)
+
+
+def check_live(layer: torch.nn.Module) -> None:
+    """Raises LookupError for a layer that cannot be run: where AMX multiplies for latent attention, vLLM (0.32) empties
+    the projection of keys and values."""
+    weight = getattr(layer, "weight", None)
+    if weight is not None and not weight.numel():
+        raise LookupError("the engine has packed the projection of keys and values away")
+
+
 def forward_context(config: Any) -> contextlib.AbstractContextManager[None]:
     """What modules that ask for the running forward find when vlens runs them itself (0.26 to 0.32)."""
     from vllm.forward_context import set_forward_context

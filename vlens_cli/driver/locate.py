@@ -6,7 +6,7 @@ A miss is never fatal to the engine: the point is refused by name, with the reas
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,9 @@ import torch
 
 from vlens_cli.driver import internals
 from vlens_cli.families import TOKEN_AXES, Catalog, Row
+
+# Roles that points are rebuilt with, and what tells (LookupError) that a live module cannot be used so.
+REBUILDS = {"attention": internals.attention_scoring, "latent": internals.latent_scale, "kv_b": internals.check_live}
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,6 @@ class Point:
     factor: float = 1.0
     helper: torch.nn.Module | None = None
     batch_axis: bool = False
-    parts: int = 1
     of: tuple[str, ...] = ()
     raw_width: int = 0
 
@@ -73,11 +75,11 @@ class Point:
 
     def _part(self, t: torch.Tensor) -> torch.Tensor:
         if self.row.interleaved:
-            return t.unflatten(1, (self.shape[0], self.parts, -1))[:, :, self.row.part]
+            return t.unflatten(1, (self.shape[0], -1))[:, :, self.columns]
         return t if self.columns is None else t[:, self.columns]
 
     def shaped(self, t: torch.Tensor) -> torch.Tensor:
-        """[rows, width] as a view [rows, *shape]; already so where the parts of a fused output alternate."""
+        """[rows, width] as a view [rows, *shape]; already so where each head has all parts of a fused output."""
         return t if t.shape[1:] == self.shape else t.unflatten(-1, self.shape)
 
     def _argument(self, key: str | int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -113,6 +115,11 @@ class Locator:
             raise LookupError(f"the engine's model has no module: {path}")
         return self._modules[path]
 
+    def has(self, role: str, layer: int | None = None) -> bool:
+        """Whether the live tree has a module of a role, in a layer."""
+        path = self.catalog.spec.modules.get(role)
+        return path is not None and path.replace("{i}", str(layer)) in self._modules
+
     def points(self) -> tuple[dict[str, Point], dict[str, str]]:
         """(located points, refused names -> reason)."""
         found: dict[str, Point] = {}
@@ -133,33 +140,38 @@ class Locator:
         return found, refused
 
     def _point(self, name: str, row: Row, layer: int | None) -> Point:
+        if row.otherwise and not self.has(row.module, layer):
+            row = replace(row, module=row.otherwise, split=(), part=0)
         try:
             module = self.module(row.module, layer)
         except LookupError as miss:
             raise LookupError(row.absent or str(miss)) from miss
-        if row.of and row.module == "attention":
-            internals.attention_scoring(module)
+        helper = self.module(row.helper, layer) if row.helper else None
+        for role, found in ((row.module, module), (row.helper, helper)):
+            if row.of and role in REBUILDS:
+                REBUILDS[role](found)
         spec = self.catalog.spec
         if spec.structural and layer is not None and not {"head", "kv_head"}.isdisjoint(row.axes):
             self._check_heads(layer)
         return Point(
             name, row, layer, module, self._columns(row, layer),
             shape=tuple(self.catalog.size(axis) for axis in row.axes if axis not in TOKEN_AXES), norm=spec.norm,
-            factor=self.catalog.factor(row), helper=self.module(row.helper, layer) if row.helper else None,
-            batch_axis=spec.batch_axis, parts=len(row.split), of=self.catalog.sources(name),
+            factor=self.catalog.factor(row), helper=helper, batch_axis=spec.batch_axis, of=self.catalog.sources(name),
             raw_width=self.catalog.dims.n_experts if row.derive.startswith("expert") else self.catalog.dims.d_model,
         )
 
     def _columns(self, row: Row, layer: int | None) -> slice | None:
-        if not row.split or row.interleaved:
+        if not row.split:
             return None
-        widths = [self._width(axis) for axis in row.split]
+        widths = [self._width(axis, row.interleaved) for axis in row.split]
         start = sum(widths[: row.part])
         return slice(start, start + widths[row.part])
 
-    def _width(self, axis: str) -> int:
-        per = self.catalog.dims.d_head if axis in ("head", "kv_head") else 1
-        return self.catalog.size(axis) * per
+    def _width(self, axis: str, of_a_head: bool) -> int:
+        """How many columns a part of a fused output has, or of one head's share of it."""
+        if axis not in ("head", "kv_head"):
+            return self.catalog.size(axis)
+        return self.catalog.dims.d_head * (1 if of_a_head else self.catalog.size(axis))
 
     def check_heads(self) -> None:
         """The engine's own head counts and width must be the catalog's; LookupError where they differ."""
