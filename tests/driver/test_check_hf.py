@@ -26,8 +26,9 @@ def checked(folder: Path, values: dict, tmp_path: Path) -> dict:
     return json.loads(done.stdout)
 
 
-# Norms that see heads first; a part of each head that rotates, and q, k, v head by head; experts; norms over all heads; sinks.
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_neox", "qwen3_moe", "olmo2", "gpt2", "gpt_oss"])
+# Norms that see heads first; a part of each head that rotates, and q, k, v head by head; experts; norms over all heads; sinks;
+# latent rows and shared experts.
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_neox", "qwen3_moe", "olmo2", "gpt2", "gpt_oss", "deepseek_v2"])
 def test_what_transformers_gives_has_no_error(tiny, tmp_path, family):
     values = of_prompt(reference(tiny(family), [TOKENS]), 0)
     answer = checked(tiny(family), values, tmp_path)

@@ -24,7 +24,10 @@ A family file holds
     [hf]        role -> path in transformers' module tree (within a block where the role is one of a block's), for
                 `vlens doctor --check-hf`: independent of [modules], so that one can be checked against the other;
                 by_head (q, k and v of a fused projection alternate), head_first (head norms see [head, pos, d_head]) and
-                transposed (linear layers keep [in, out]) are flags; `sinks` is a parameter's path
+                transposed (linear layers keep [in, out]), latent (queries, keys and values are seen where the attention
+                gets them, and only parts of them are rotated) are flags; `sinks` is a parameter's path; [hf.outputs] and
+                [hf.inputs] give a block's point -> the module whose it is, [hf.norms] a norm -> its module and its output's
+                point, where no role says it
     [reads]     name -> list of arguments or outputs, for rows that read the stream
     [[row]]     one hook point each: hook, module (a role), `in` or `out` (what is read, or a name of [reads]) or `of`
                 (the hook points of the same layer that it is rebuilt from, or a name of [reads]), axes, meaning; `split`/`part` choose columns of a fused output, which lie head by head where
