@@ -72,6 +72,18 @@ def test_every_point_of_a_tiny_family_equals_transformers(engines, tiny, family,
             assert_close(got, of_prompt(want, p))
 
 
+def test_queries_that_are_not_latent_and_no_rows_of_theirs(engines, tiny):
+    folder = tiny("deepseek_v2", "direct_queries")
+    with mended(engines, folder, "deepseek_v2") as driver:
+        lacking = {n.partition(".attn.")[2] for n in driver.non_fireable_hook_points if ".attn." in n}
+        assert lacking == {"q_a_proj.hook_out", "q_a_layernorm.hook_scale", "q_a_layernorm.hook_normalized", "hook_q_latent",
+                           "q_b_proj.hook_out"}
+        (got,) = capture(driver, [SHORT])
+    want = of_prompt(reference(folder, [SHORT]), 0)
+    assert got.keys() == want.keys() and "blocks.3.attn.q_proj.hook_out" in got
+    assert_close(got, want)
+
+
 @pytest.mark.parametrize("variant, vocabulary", [("long", 512), ("odd_vocab", 500)])
 def test_prompts_beyond_a_stretched_length_and_a_vocabulary_that_is_padded(engines, tiny, variant, vocabulary):
     folder = tiny("llama", variant)
