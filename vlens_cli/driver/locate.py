@@ -6,7 +6,7 @@ A miss is never fatal to the engine: the point is refused by name, with the reas
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -140,10 +140,9 @@ class Locator:
         return found, refused
 
     def _point(self, name: str, row: Row, layer: int | None) -> Point:
-        if row.otherwise and not self.has(row.module, layer):
-            row = replace(row, module=row.otherwise, split=(), part=0)
+        whole = row.otherwise != "" and not self.has(row.module, layer)
         try:
-            module = self.module(row.module, layer)
+            module = self.module(row.otherwise if whole else row.module, layer)
         except LookupError as miss:
             raise LookupError(row.absent or str(miss)) from miss
         helper = self.module(row.helper, layer) if row.helper else None
@@ -154,7 +153,7 @@ class Locator:
         if spec.structural and layer is not None and not {"head", "kv_head"}.isdisjoint(row.axes):
             self._check_heads(layer)
         return Point(
-            name, row, layer, module, self._columns(row, layer),
+            name, row, layer, module, None if whole else self._columns(row, layer),
             shape=tuple(self.catalog.size(axis) for axis in row.axes if axis not in TOKEN_AXES), norm=spec.norm,
             factor=self.catalog.factor(row), helper=helper, batch_axis=spec.batch_axis, of=self.catalog.sources(name),
             raw_width=self.catalog.dims.n_experts if row.derive.startswith("expert") else self.catalog.dims.d_model,
