@@ -104,6 +104,15 @@ def resident(pid: int) -> int:
         return 0
 
 
+def resident_with_children(pid: int) -> int:
+    """The same of a process and all that it has started: the workers of several ranks."""
+    try:
+        children = [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    except OSError:
+        children = []
+    return resident(pid) + sum(resident_with_children(int(child)) for child in children)
+
+
 def kills() -> int:
     """How many processes the system has killed for want of memory since it started."""
     try:

@@ -32,6 +32,8 @@ class EngineSpec:
     `chunk` is the most tokens one forward takes, None for the default.
     `compile_hooks` are the patterns of the hook points that are built into compiled graphs, None for an eager engine;
     `compile_buffer` is the device memory, in MiB, that their captured rows and their edits get, None for the default.
+    `tp` ranks share each layer, `pp` stages have a part of the layers each; `executor` runs them: mp (processes of this
+    machine), ray (of several), None for what their number asks.
     """
 
     model: str
@@ -42,6 +44,9 @@ class EngineSpec:
     chunk: int | None = None
     compile_hooks: tuple[str, ...] | None = None
     compile_buffer: int | None = None
+    tp: int = 1
+    pp: int = 1
+    executor: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

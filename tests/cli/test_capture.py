@@ -51,7 +51,7 @@ def test_every_option_reaches_the_engine(shell):
     }  # fmt: skip
     assert body["spec"] == {
         "model": "/models/tiny", "name": "some", "revision": None, "dtype": "bfloat16", "max_len": 99, "chunk": 16,
-        "compile_hooks": None, "compile_buffer": None,
+        "compile_hooks": None, "compile_buffer": None, "tp": 1, "pp": 1, "executor": None,
     }  # fmt: skip
     assert body["how"] == {"daemon": True, "keep_alive": 7200.0, "timeout": 3.0}
 

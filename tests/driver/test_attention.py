@@ -8,7 +8,7 @@ import pytest
 import torch
 from compare import assert_close, of_prompt, reference
 from engines import capture
-from test_numbers import SHORT, mended, spread
+from test_numbers import SHORT, spread
 from vlens_cli import hooks
 from vlens_cli.driver import attention, internals, session
 from vlens_cli.driver.base import Edit, Request, Want
@@ -116,11 +116,11 @@ def test_what_is_made_of_latent_rows_is_cut_and_follows_generated_tokens(engines
     monkeypatch.setattr(attention, "PIECE", 5000)  # two latent rows, some thirty query rows
     names = ["blocks.1.attn.kv_b_proj.hook_out", "blocks.1.attn.hook_k", "blocks.1.attn.hook_v", PATTERN, SCORES]
     rows, keys = (0, 15, 33, 149), (3, 17, 50)
-    with mended(engines, tiny("deepseek_v2"), "deepseek_v2") as driver:
-        (whole,) = capture(driver, [LONG], names)
-        (got,) = capture(driver, [LONG], names, positions=rows, heads=(1, 3), dims=keys)
-        (result,) = driver.run([Request(tuple(SHORT), dict.fromkeys(names, Want()), max_new_tokens=5)])
-        (fed,) = capture(driver, [[*SHORT, *result.new_tokens[:-1]]], names)
+    driver = engines.open(tiny("deepseek_v2"))
+    (whole,) = capture(driver, [LONG], names)
+    (got,) = capture(driver, [LONG], names, positions=rows, heads=(1, 3), dims=keys)
+    (result,) = driver.run([Request(tuple(SHORT), dict.fromkeys(names, Want()), max_new_tokens=5)])
+    (fed,) = capture(driver, [[*SHORT, *result.new_tokens[:-1]]], names)
     assert_close(whole, {name: of_prompt(reference(tiny("deepseek_v2"), [LONG]), 0)[name] for name in names})
     assert_close(got, {name: value[[1, 3]][:, list(rows)][..., list(keys)] if name in (PATTERN, SCORES)
                        else value[list(rows)][:, [1, 3]][..., list(keys)] for name, value in whole.items()})

@@ -88,6 +88,7 @@ UNNAMED: dict[str, dict[str, Any]] = {"ernie4_5": {}, "helium": {"head_dim": 32}
 VARIANTS = {
     "long": "rotation of Llama 3, whose prompts are longer than the length that it stretches",
     "odd_vocab": "a vocabulary that is no multiple of 64",
+    "one_kv": "one key and value head for all query heads",
     "zero_norm": "every seventh entry of every norm weight is zero",
     "bf16": "the same weights rounded to bfloat16",
     "direct_queries": "queries that are not latent",
@@ -99,6 +100,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
                                  "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
     "odd_vocab": {"vocab_size": 500},
     "direct_queries": {"q_lora_rank": None},
+    "one_kv": {"num_key_value_heads": 1},
 }
 # Variants that tests ask of another family than llama.
 OF_FAMILY = {"direct_queries": "deepseek_v2"}

@@ -89,6 +89,9 @@ class Typed(NamedTuple):
     compiled: bool
     compile_hooks: tuple[str, ...]
     compile_buffer: int | None
+    tp: int
+    pp: int
+    executor: str | None
     one_chunk: bool
     keep_alive: str | None
     timeout: float | None

@@ -102,7 +102,7 @@ def spec(model: Model, typed: Mapping[str, Any]) -> EngineSpec:
     """The engine that the options of `model` and `engine_spec` name; `typed` has them by name. Raises UsageError."""
     return EngineSpec(model=str(model.folder), name=model.name, revision=model.revision,
                       dtype=None if typed["dtype"] == "auto" else typed["dtype"], max_len=typed["max_len"],
-                      chunk=typed["chunk"], **_compiled(typed))
+                      chunk=typed["chunk"], tp=typed["tp"], pp=typed["pp"], executor=typed["executor"], **_compiled(typed))
 
 
 def _compiled(typed: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,6 +141,12 @@ engine_spec = together(
                  "Default: hook_embed, resid_post, attn_out and mlp_out of every block, ln_final.hook_out."),
     click.option("--compile-buffer", type=click.IntRange(min=1), metavar="MIB", help="Device memory for what --compile "
                  "captures in one step and for edits. Default: 256."),
+    click.option("--tp", type=click.IntRange(min=1), default=1, metavar="N", help="Spread each layer over N ranks: GPUs, or "
+                 "processes on a CPU."),
+    click.option("--pp", type=click.IntRange(min=1), default=1, metavar="N", help="Spread the layers over N stages of such "
+                 "ranks."),
+    click.option("--executor", type=click.Choice(["mp", "ray"]), help="What runs the ranks: processes of this machine, or "
+                 "Ray, on several. Default: mp."),
 )  # fmt: skip
 
 residency = together(

@@ -38,6 +38,9 @@ class Typed(NamedTuple):
     compiled: bool
     compile_hooks: tuple[str, ...]
     compile_buffer: int | None
+    tp: int
+    pp: int
+    executor: str | None
     keep_alive: str | None
     timeout: float | None
     no_daemon: bool

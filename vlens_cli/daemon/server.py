@@ -139,7 +139,8 @@ class Server:
         )
 
     def _over(self) -> bool:
-        return self._stopping.is_set() or self._idle_left() == 0 or not self._owns_socket()
+        return (self._stopping.is_set() or self._idle_left() == 0 or not self._owns_socket()
+                or self._session is not None and self._session.died)
 
     def _owns_socket(self) -> bool:
         try:
@@ -316,7 +317,7 @@ class Server:
             "doing_for_s": round(time.monotonic() - running[1], 3) if running else None,
             "waiting": self._jobs.qsize(), "spec": self._spec.as_json(), "fingerprint": self._home.folder.name,
             "socket": str(self._home.socket), "log": str(self._home.log), "version": runtime.version(),
-            "rss_bytes": memory.resident(os.getpid()), "idle_left_s": self._idle_left(),
+            "rss_bytes": memory.resident_with_children(os.getpid()), "idle_left_s": self._idle_left(),
             "keep_alive_s": self._keep_alive, "asleep": started and session.asleep,
             "buffer_bytes": session.buffer_bytes if started else 0,
         }

@@ -80,10 +80,9 @@ def attended(found: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 def _table_reads(point: Point, want: Want) -> tuple[Want, ...]:
     """The asked queries of the asked heads, and the keys of all positions of the kv heads that serve them."""
-    heads, kv_heads, _ = internals.attention_heads(point.module)
     if want.heads is None:
         return Want(want.positions), Want()
-    return Want(want.positions, want.heads), Want(heads=tuple(sorted({h * kv_heads // heads for h in want.heads})))
+    return Want(want.positions, want.heads), Want(heads=tuple(sorted({h // point.kv_group for h in want.heads})))
 
 
 Finish = Callable[[torch.Tensor, torch.Tensor, internals.Scoring], torch.Tensor]
@@ -98,10 +97,9 @@ def _attended(finish: Finish) -> Callable[[Point, Want, Sequence[Rows]], Rows]:
 
     def made(point: Point, want: Want, sources: Sequence[Rows]) -> Rows:
         q, (k, keys) = sources
-        n_heads, n_kv_heads, _ = internals.attention_heads(point.module)
         serving = dict(zip(_table_reads(point, want)[1].heads or range(k.shape[1]), range(k.shape[1]), strict=True))
-        return _table(point, want, q, keys, lambda h: k[:, [serving[h * n_kv_heads // n_heads]]],
-                      internals.attention_scoring(point.module), finish)
+        return _table(point, want, q, keys, lambda h: k[:, [serving[h // point.kv_group]]],
+                      point.ranks.scoring(point.module), finish)
 
     return made
 
@@ -135,11 +133,11 @@ def _pieces(rows: int, width: int) -> Iterator[slice]:
 # projections, and one key that turns and serves all heads
 
 
-def _projected(kv_b: torch.nn.Module, latent: torch.Tensor, n_heads: int, heads: Sequence[int] | None) -> torch.Tensor:
+def _projected(point: Point, kv_b: torch.nn.Module, latent: torch.Tensor, heads: Sequence[int] | None) -> torch.Tensor:
     """The asked heads' keys without rotation, each with its value behind, [rows, head, d_nope + d_head], of latent rows after
     their norm."""
-    chosen = slice(None) if heads is None else list(heads)
-    return torch.cat([internals.linear(kv_b, latent[rows]).unflatten(-1, (n_heads, -1))[:, chosen]
+    n_heads, chosen = point.shape[0], slice(None) if heads is None else list(heads)
+    return torch.cat([point.ranks.linear(kv_b, latent[rows]).unflatten(-1, (n_heads, -1))[:, chosen]
                       for rows in _pieces(len(latent), n_heads * latent.shape[1])])
 
 
@@ -150,17 +148,17 @@ def _latent_reads(point: Point, want: Want) -> tuple[Want, ...]:
 def _keys_and_values(point: Point, want: Want, sources: Sequence[Rows]) -> Rows:
     """All of the projection, [pos, head, d_nope + d_head]."""
     ((latent, positions),) = sources
-    return _cut(_projected(point.module, latent, point.shape[0], want.heads), want), positions
+    return _cut(_projected(point, point.module, latent, want.heads), want), positions
 
 
 def _value_of_latent(point: Point, want: Want, sources: Sequence[Rows]) -> Rows:
     ((latent, positions),) = sources
-    return _cut(_projected(point.module, latent, point.shape[0], want.heads)[..., -point.shape[1] :], want), positions
+    return _cut(_projected(point, point.module, latent, want.heads)[..., -point.shape[1] :], want), positions
 
 
 def _key_of_latent(point: Point, want: Want, sources: Sequence[Rows]) -> Rows:
     (latent, positions), (turned, _) = sources
-    return _cut(_keys(_projected(point.module, latent, point.shape[0], want.heads), turned, point.shape[1]), want), positions
+    return _cut(_keys(_projected(point, point.module, latent, want.heads), turned, point.shape[1]), want), positions
 
 
 def _keys(projected: torch.Tensor, turned: torch.Tensor, width: int) -> torch.Tensor:
@@ -178,7 +176,7 @@ def _of_latent(finish: Finish) -> Callable[[Point, Want, Sequence[Rows]], Rows]:
 
     def made(point: Point, want: Want, sources: Sequence[Rows]) -> Rows:
         q, (latent, keys), (turned, _) = sources
-        projected = _projected(point.helper, latent, point.shape[0], want.heads)
+        projected = _projected(point, point.helper, latent, want.heads)
         place = {h: n for n, h in enumerate(want.heads or range(point.shape[0]))}
         return _table(point, want, q, keys, lambda h: _keys(projected[:, [place[h]]], turned, q[0].shape[-1]),
                       internals.Scoring(internals.latent_scale(point.module)), finish)
@@ -208,7 +206,7 @@ def _result(point: Point, want: Want, sources: Sequence[Rows]) -> Rows:
         for rows in _pieces(len(z), max(d_model, n_heads * z.shape[2])):
             alone = z.new_zeros(rows.stop - rows.start, n_heads, z.shape[2])
             alone[:, h] = z[rows, n]
-            out[rows, n] = internals.product(point.module, alone.flatten(1))[:, columns].to(out.dtype)
+            out[rows, n] = point.ranks.product(point.module, alone.flatten(1))[:, columns].to(out.dtype)
     return out, positions
 
 

@@ -6,20 +6,25 @@ Light until `boot` is called: what a query asks of an engine is checked against 
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
+import sys
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vlens_cli import __version__
 from vlens_cli.driver.graph import limits
 from vlens_cli.driver.hide import hide_broken_packages
 from vlens_cli.errors import INSTALL_HINT, LOG_HINT, PromptError, StartError, UsageError, VlensError
-from vlens_cli.families import Catalog
+from vlens_cli.families import Catalog, Dims
 from vlens_cli.query import EngineSpec
+
+if TYPE_CHECKING:
+    from vlens_cli.driver.workers import Workers
 
 # What a resident engine may keep for keys and values. On CPU the memory is touched at the first requests, and costs
 # seconds a GiB.
@@ -66,7 +71,9 @@ def plan(spec: EngineSpec, config: dict[str, Any], catalog: Catalog) -> Plan:
     """Choose dtype, lengths and memory from the config alone, so that a query is checked before any engine starts."""
     dtype = spec.dtype or checkpoint_dtype(config)
     dims = catalog.dims
-    token_bytes = 2 * dims.n_layers * dims.n_kv_heads * dims.d_head * BYTES[dtype]
+    _check_ranks(spec, dims)
+    # Of one rank.
+    token_bytes = 2 * -(-dims.n_layers // spec.pp) * max(1, dims.n_kv_heads // spec.tp) * dims.d_head * BYTES[dtype]
     own, short = _own_length(config), check_rotation(config)
     if own < 1:
         raise StartError(f"config.json has no usable length: {own}", code="bad_config",
@@ -85,6 +92,9 @@ def plan(spec: EngineSpec, config: dict[str, Any], catalog: Catalog) -> Plan:
     tokens = max(max_len, min(held, KV_TOKENS)) + KV_SLACK_TOKENS
     # transformers changes over at short + 2; of short + 1 tokens no engine of vLLM's gives the model's own values.
     shortest = short + 2 if short and max_len > short else 1
+    if catalog.spec.structural and spec.tp * spec.pp > 1:
+        raise UsageError("several ranks take architectures that a file of vlens describes, and none describes this one",
+                         hint="leave --tp and --pp out", code="ranks_unknown_family")
     if catalog.spec.structural and spec.compile_hooks is not None:
         # Graphs are built before the proof has said which reading of the module tree is right.
         raise UsageError("compiled mode takes architectures that a file of vlens describes, and none describes this one",
@@ -92,6 +102,29 @@ def plan(spec: EngineSpec, config: dict[str, Any], catalog: Catalog) -> Plan:
     built = None if spec.compile_hooks is None else limits.built(spec.compile_hooks, catalog)
     buffer = 0 if built is None else (spec.compile_buffer or limits.DEFAULT_BUFFER) << 20
     return Plan(dtype, max_len, spec.chunk or DEFAULT_CHUNK, tokens * token_bytes, notes, shortest, built, buffer)
+
+
+def _check_ranks(spec: EngineSpec, dims: Dims) -> None:
+    """Raises UsageError for ranks that this model cannot be spread over, or this vlens cannot use."""
+    for what, count in (("query heads", dims.n_heads), ("columns of the MLP", dims.d_mlp)):
+        if count % spec.tp:
+            raise UsageError(f"--tp {spec.tp} does not divide this model's {count} {what}", code="ranks_do_not_fit",
+                             hint=_tp_hint(dims))
+    if max(dims.n_kv_heads, spec.tp) % min(dims.n_kv_heads, spec.tp):
+        raise UsageError(f"--tp {spec.tp} and this model's {dims.n_kv_heads} key and value heads do not divide each other",
+                         code="ranks_do_not_fit", hint=_tp_hint(dims))
+    if spec.pp > dims.n_layers:
+        raise UsageError(f"--pp {spec.pp} is more than this model's {dims.n_layers} layers", code="ranks_do_not_fit")
+    if spec.executor is None and spec.tp * spec.pp == 1:
+        return
+    if spec.compile_hooks is not None:
+        raise UsageError("compiled mode runs on one rank", hint="leave --compile out, or --tp, --pp and --executor",
+                         code="compile_ranks")
+
+
+def _tp_hint(dims: Dims) -> str:
+    fits = [str(n) for n in range(2, 65) if not (dims.n_heads % n or dims.d_mlp % n or max(dims.n_kv_heads, n) % min(dims.n_kv_heads, n))]
+    return f"--tp takes here {', '.join(['1', *fits])}"
 
 
 def _tf32(dtype: str) -> tuple[str, ...]:
@@ -176,12 +209,26 @@ def engine_arguments(spec: EngineSpec, plan: Plan) -> dict[str, Any]:
         "async_scheduling": None if plan.built is not None else False,
         # Part of the key of vLLM's compile cache (0.26 to 0.32): a graph with other points, or none, is never served.
         "additional_config": additional(plan),
-        "distributed_executor_backend": "uni",
+        "tensor_parallel_size": spec.tp,
+        "pipeline_parallel_size": spec.pp,
+        "distributed_executor_backend": executor(spec),
         "disable_log_stats": True,
         # Where the unembedding cannot be used, the sampler's whole distribution is the answer.
         "max_logprobs": -1,
         "seed": 0,
     }
+
+
+def executor(spec: EngineSpec) -> str:
+    """vLLM's name of what runs the ranks: a single one lives in this process, where nothing is copied to and fro."""
+    return spec.executor or ("uni" if spec.tp * spec.pp == 1 else "mp")
+
+
+def workers(llm: Any, spec: EngineSpec) -> Workers:
+    """How the driver calls the workers of an engine that `boot` built. Raises StartError."""
+    from vlens_cli.driver.workers import LocalWorker, RemoteWorkers
+
+    return LocalWorker(llm) if executor(spec) == "uni" else RemoteWorkers(llm, spec.tp, spec.pp)
 
 
 def additional(plan: Plan) -> dict[str, Any]:
@@ -200,8 +247,12 @@ _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _asked_runner = os.environ.get(_RUNNER)
 
 
-def prepare(compiled: bool = False) -> None:
+def prepare(compiled: bool = False, ranks: int = 1) -> None:
     """What must be so before vLLM is imported in this process, and before it builds an engine."""
+    if ranks > 1:
+        _share_processors(ranks)
+    # Workers in processes of their own are new ones: a fork would copy locks that others hold.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     # The engine core in this process: captures are taken from it without serializing them.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # One token more than the model's own length is asked (see max_model_len); `plan` refuses lengths that are too long.
@@ -218,15 +269,23 @@ def prepare(compiled: bool = False) -> None:
     hide_broken_packages()
 
 
+def _share_processors(ranks: int) -> None:
+    """Processors for each rank, where nobody has said which: on CPU, vLLM (0.32) wants a NUMA node a rank otherwise."""
+    mine = sorted(os.sched_getaffinity(0))
+    each = len(mine) // ranks
+    shares = [",".join(map(str, mine[n * each : (n + 1) * each])) for n in range(ranks)]
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(shares) if each else "nobind")
+
+
 def boot(spec: EngineSpec, plan: Plan) -> Any:
     """A `vllm.LLM` with our worker in it.
 
     Raises StartError: vLLM missing or broken, the model refused, memory short.
     """
-    prepare(plan.built is not None)
+    prepare(plan.built is not None, spec.tp * spec.pp)
     if plan.built is not None:
         _settle_compiler()
-    with translated(), _scratch():
+    with translated(), _scratch(), _children():
         from vllm import LLM
 
         from vlens_cli.driver import internals
@@ -267,6 +326,22 @@ def _scratch() -> Iterator[None]:
             yield
         finally:
             tempfile.tempdir = kept
+
+
+@contextmanager
+def _children() -> Iterator[None]:
+    """Within, new processes of `multiprocessing` run `child` first, and not the program that this process runs: a script
+    without a main guard would start an engine in each, and packages must be hidden before vLLM is imported.
+
+    `multiprocessing` looks for the program's name in its `__spec__`.
+    """
+    main = sys.modules["__main__"]
+    kept = getattr(main, "__spec__", None)
+    main.__spec__ = importlib.util.find_spec("vlens_cli.driver.child")
+    try:
+        yield
+    finally:
+        main.__spec__ = kept
 
 
 @contextmanager

@@ -316,6 +316,8 @@ def sharding(layer: torch.nn.Module, attribute: str) -> Sharding:
         fused = () if "GptOss" in type(getattr(layer, "routed_experts", layer)).__name__ else (width, width)
         return {"w13_weight": Sharding(1, fused), "w13_bias": Sharding(1, fused), "w2_weight": Sharding(2)}.get(
             attribute, Sharding())
+    if layer_is_whole(layer):
+        return Sharding()
     match layer:
         case QKVParallelLinear():
             kv = layer.num_kv_heads
@@ -328,6 +330,53 @@ def sharding(layer: torch.nn.Module, attribute: str) -> Sharding:
         case RowParallelLinear() if attribute == "weight":
             return Sharding(1)
     return Sharding()
+
+
+def layer_is_whole(layer: torch.nn.Module) -> bool:
+    """Whether a linear layer of a class that is spread over ranks is one that every rank has whole (0.26 to 0.32)."""
+    return bool(getattr(layer, "disable_tp", False))
+
+
+class Cut(NamedTuple):
+    """What tensor parallelism leaves to the caller of a linear layer: its input is this rank's `rows` of the weight, its
+    output this rank's `columns`, or a sum that is not `unreduced` yet."""
+
+    rows: bool = False
+    columns: bool = False
+    unreduced: bool = False
+
+
+def cut(layer: torch.nn.Module) -> Cut:
+    """0.26 to 0.32: column-parallel layers gather only where they say so, row-parallel ones sum unless they say not."""
+    from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+
+    if layer_is_whole(layer):
+        return Cut()
+    match layer:
+        case ColumnParallelLinear():
+            return Cut(columns=not layer.gather_output)
+        case RowParallelLinear():
+            return Cut(rows=layer.input_is_parallel, unreduced=not layer.reduce_results)
+    return Cut()
+
+
+def is_elsewhere(module: torch.nn.Module) -> bool:
+    """Whether a module only stands for one that another pipeline stage has (0.26 to 0.32)."""
+    return type(module).__name__ == "PPMissingLayer"
+
+
+def prepare_stage(runner: Any) -> None:
+    """0.32, CPU: the runner of a later pipeline stage lacks the tensors that the stage before it fills."""
+    from vllm.distributed import get_pp_group
+
+    if not get_pp_group().is_first_rank and getattr(runner, "intermediate_tensors", True) is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device)
+
+
+def has_failed(llm: Any) -> bool:
+    """Whether an executor has lost one of its worker processes (0.26 to 0.32: multiprocess and Ray alike)."""
+    return bool(getattr(llm.llm_engine.engine_core.engine_core.model_executor, "is_failed", False))
 
 
 class _Called:
@@ -419,6 +468,21 @@ def check_live(layer: torch.nn.Module) -> None:
     weight = getattr(layer, "weight", None)
     if weight is not None and not weight.numel():
         raise LookupError("the engine has packed the projection of keys and values away")
+
+
+def mend_rotation(model: torch.nn.Module) -> None:
+    """Let latent attention rotate by torch's operations where the model runs on a processor.
+
+    0.32: the kernel there takes queries and keys for tensors without gaps, and `MultiHeadLatentAttentionWrapper` gives it
+    the last columns of wider ones. It left the keys and most queries unrotated, and turned other numbers instead: which,
+    the number of rows in the step said. Rotations that are stretched (`DeepseekScalingRotaryEmbedding`) have no kernel.
+    """
+    from vllm.platforms import current_platform
+
+    for module in model.modules() if current_platform.is_cpu() else ():
+        rotary = getattr(module, "rotary_emb", None)
+        if type(module).__name__ == "MultiHeadLatentAttentionWrapper" and rotary is not None:
+            rotary._forward_method = rotary.forward_native
 
 
 def forward_context(config: Any) -> contextlib.AbstractContextManager[None]:

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 
 from vlens_cli.driver import internals
+from vlens_cli.driver.ranks import ALONE, Ranks
 from vlens_cli.families import TOKEN_AXES, Catalog, Row
+
+# Axes that tensor parallelism spreads over the ranks.
+SPREAD_AXES = ("head", "kv_head", "d_mlp", "d_shared")
+ELSEWHERE = "another pipeline stage has this layer"
 
 # Roles that points are rebuilt with, and what tells (LookupError) that a live module cannot be used so.
 REBUILDS = {"attention": internals.attention_scoring, "latent": internals.latent_scale, "kv_b": internals.check_live}
@@ -28,6 +33,9 @@ class Point:
     `shape` are the sizes of its axes but for those along the prompt; norm and factor are what its formula needs of the
     family and the config; `helper` is its second module. `of` names the points that a rebuilt one is made of: nothing is
     read for itself then, and `module` is the one whose formula rebuilds it.
+
+    Of a point that is `spread` over tensor-parallel ranks the module's tensors are this rank's part; of `replicas`
+    neighbouring ranks that hold the same heads the first counts. Of an `addend` each rank has one of a sum. `kv_group` is how many query heads a kv head serves.
     """
 
     name: str
@@ -42,6 +50,11 @@ class Point:
     batch_axis: bool = False
     of: tuple[str, ...] = ()
     raw_width: int = 0
+    ranks: Ranks = ALONE
+    spread: bool = False
+    addend: bool = False
+    replicas: int = 1
+    kv_group: int = 1
 
     @property
     def places(self) -> list[tuple[int, str]]:
@@ -75,8 +88,21 @@ class Point:
 
     def _part(self, t: torch.Tensor) -> torch.Tensor:
         if self.row.interleaved:
-            return t.unflatten(1, (self.shape[0], -1))[:, :, self.columns]
+            heads = self.shape[0] * self.replicas // self.ranks.tp if self.spread else self.shape[0]
+            return t.unflatten(1, (heads, -1))[:, :, self.columns]
         return t if self.columns is None else t[:, self.columns]
+
+    def whole(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What `tensors` gave, of all ranks: every one of them must ask."""
+        if self.addend:
+            return [self.ranks.sum(t.clone()) for t in tensors]
+        return [self.ranks.joined(t, self.replicas) for t in tensors] if self.spread else tensors
+
+    def give_back(self, tensors: list[torch.Tensor], whole: list[torch.Tensor]) -> None:
+        """Put this rank's part of what was `whole` where `tensors` are views of."""
+        if self.spread:
+            for t, all_of in zip(tensors, whole, strict=True):
+                t.copy_(self.ranks.part(all_of, self.replicas))
 
     def shaped(self, t: torch.Tensor) -> torch.Tensor:
         """[rows, width] as a view [rows, *shape]; already so where each head has all parts of a fused output."""
@@ -99,8 +125,9 @@ def _flat(t: torch.Tensor) -> torch.Tensor:
 class Locator:
     """Finds the rows of one catalog in one live model."""
 
-    def __init__(self, model: torch.nn.Module, catalog: Catalog) -> None:
+    def __init__(self, model: torch.nn.Module, catalog: Catalog, ranks: Ranks = ALONE) -> None:
         self.catalog = catalog
+        self.ranks = ranks
         # Duplicates too: layers may share one rotary module.
         self._modules = dict(model.named_modules(remove_duplicate=False))
 
@@ -112,7 +139,13 @@ class Locator:
     def at(self, path: str) -> torch.nn.Module:
         """The live module of a path; LookupError where the tree has none."""
         if path not in self._modules:
+            # A stage keeps one module in the place of a layer that is not its own.
+            within = (path.rsplit(".", n)[0] for n in range(1, path.count(".") + 1))
+            if any(above in self._modules and internals.is_elsewhere(self._modules[above]) for above in within):
+                raise LookupError(ELSEWHERE)
             raise LookupError(f"the engine's model has no module: {path}")
+        if internals.is_elsewhere(self._modules[path]):
+            raise LookupError(ELSEWHERE)
         return self._modules[path]
 
     def has(self, role: str, layer: int | None = None) -> bool:
@@ -140,11 +173,14 @@ class Locator:
         return found, refused
 
     def _point(self, name: str, row: Row, layer: int | None) -> Point:
+        if layer is None and not self._has_end(row):
+            raise LookupError(ELSEWHERE)
         whole = row.otherwise != "" and not self.has(row.module, layer)
         try:
             module = self.module(row.otherwise if whole else row.module, layer)
         except LookupError as miss:
-            raise LookupError(row.absent or str(miss)) from miss
+            elsewhere = str(miss) == ELSEWHERE
+            raise LookupError(ELSEWHERE if elsewhere else row.absent or str(miss)) from miss
         helper = self.module(row.helper, layer) if row.helper else None
         for role, found in ((row.module, module), (row.helper, helper)):
             if row.of and role in REBUILDS:
@@ -157,7 +193,17 @@ class Locator:
             shape=tuple(self.catalog.size(axis) for axis in row.axes if axis not in TOKEN_AXES), norm=spec.norm,
             factor=self.catalog.factor(row), helper=helper, batch_axis=spec.batch_axis, of=self.catalog.sources(name),
             raw_width=self.catalog.dims.n_experts if row.derive.startswith("expert") else self.catalog.dims.d_model,
+            ranks=self.ranks, spread=self.ranks.tp > 1 and not row.of and not set(SPREAD_AXES).isdisjoint(row.axes),
+            addend=self.ranks.tp > 1 and row.addend, replicas=self._replicas if "kv_head" in row.axes else 1,
+            kv_group=max(1, self.catalog.dims.n_heads // self.catalog.dims.n_kv_heads),
         )
+
+    def _has_end(self, row: Row) -> bool:
+        """Whether a point outside the blocks is in this pipeline stage: those ahead of them are in the first. Modules do not
+        tell, since the last stage has a tied embedding too."""
+        rows = self.catalog.spec.rows
+        ahead = rows.index(row) < min(n for n, one in enumerate(rows) if "{i}" in one.hook)
+        return self.ranks.stage == (0 if ahead else self.ranks.pp - 1)
 
     def _columns(self, row: Row, layer: int | None) -> slice | None:
         if not row.split:
@@ -167,24 +213,52 @@ class Locator:
         return slice(start, start + widths[row.part])
 
     def _width(self, axis: str, of_a_head: bool) -> int:
-        """How many columns a part of a fused output has, or of one head's share of it."""
-        if axis not in ("head", "kv_head"):
-            return self.catalog.size(axis)
-        return self.catalog.dims.d_head * (1 if of_a_head else self.catalog.size(axis))
+        """How many columns a part of a fused output has on this rank, or one head's share of it."""
+        if of_a_head:
+            return self.catalog.dims.d_head if axis in ("head", "kv_head") else self.catalog.size(axis)
+        per = self.catalog.dims.d_head if axis in ("head", "kv_head") else 1
+        over = self.ranks.tp // (self._replicas if axis == "kv_head" else 1) if axis in SPREAD_AXES else 1
+        return self.catalog.size(axis) * per // over
+
+    @property
+    def _replicas(self) -> int:
+        """How many neighbouring ranks hold the same kv heads."""
+        return max(1, self.ranks.tp // self.catalog.dims.n_kv_heads)
 
     def check_heads(self) -> None:
         """The engine's own head counts and width must be the catalog's; LookupError where they differ."""
         if "attention" not in self.catalog.spec.modules:
             return  # latent attention: its kernel sees no heads of the model's
-        for layer in range(self.catalog.n_layers):
+        for layer in self.layers():
             self._check_heads(layer)
+
+    def layers(self) -> list[int]:
+        """The layers of this pipeline stage."""
+        return [i for i in range(self.catalog.n_layers) if not self._is_elsewhere("block", i)]
+
+    def _is_elsewhere(self, role: str, layer: int | None) -> bool:
+        try:
+            self.module(role, layer)
+        except LookupError as miss:
+            return str(miss) == ELSEWHERE
+        return False
+
+    def of_stage(self, role: str) -> torch.nn.Module | None:
+        """The module of a role outside the blocks; None where it is another stage's."""
+        try:
+            return self.module(role)
+        except LookupError:
+            if self.ranks.pp == 1:
+                raise
+            return None
 
     def _check_heads(self, layer: int) -> None:
         dims = self.catalog.dims
-        want = (dims.n_heads, dims.n_kv_heads, dims.d_head)
+        tp = self.ranks.tp
+        want = (dims.n_heads // tp, dims.n_kv_heads * self._replicas // tp, dims.d_head)
         got = internals.attention_heads(self.module("attention", layer))
         if got != want:
-            raise LookupError(f"layer {layer} has (heads, kv heads, width) {got}, its config says {want}")
+            raise LookupError(f"layer {layer} has (heads, kv heads, width) {got} on a rank, its config says {want}")
 
 
 def rebuilt_from_refused(source: str) -> str:

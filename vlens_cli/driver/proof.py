@@ -285,36 +285,32 @@ class Proof:
         b, source = f"blocks.{i}.attn", f"blocks.{i}.ln1.hook_out"
         row, cut = f"{b}.kv_a_proj_with_mqa.hook_out", f"{b}.kv_a_layernorm.hook_in"
         if self._locator.has("qkv_a", i):
-            queries, role = f"{b}.q_b_proj.hook_out", "qkv_a"
-            yield from self._projection(role, i, source, (f"{b}.q_a_proj.hook_out", row))
+            queries = f"{b}.q_b_proj.hook_out"
+            yield from self._projection("qkv_a", i, source, (f"{b}.q_a_proj.hook_out", row))
             yield from self._norm(f"{b}.q_a_layernorm", "q_a_norm", i, f"{b}.q_a_proj.hook_out", f"{b}.hook_q_latent")
             yield from self._projection("q_b", i, f"{b}.hook_q_latent", (queries,))
         else:
-            queries, role = f"{b}.q_proj.hook_out", "kv_a"
-            yield from self._projection(role, i, source, (row,))
+            queries = f"{b}.q_proj.hook_out"
+            yield from self._projection("kv_a", i, source, (row,))
             yield from self._projection("q", i, source, (queries,))
         yield from self._check("the latent row = the first columns of what it is projected with", cut,
                                lambda x: x[:, : self._dims.d_latent], row)
         yield from self._norm(f"{b}.kv_a_layernorm", "kv_a_norm", i, cut, f"{b}.hook_kv_latent")
-        yield from self._latent_rotation(i, role, source, queries, row)
+        yield from self._latent_rotation(i, queries, row)
         yield from self._latent_tables(i)
 
-    def _latent_rotation(self, i: int, role: str, source: str, queries: str, row: str) -> Iterator[Check]:
-        b, still = f"blocks.{i}.attn", self._dims.d_nope
+    def _latent_rotation(self, i: int, queries: str, row: str) -> Iterator[Check]:
+        b, still, turning = f"blocks.{i}.attn", self._dims.d_nope, self._dims.d_rope
         q, rot_q, rot_k = f"{b}.hook_q", f"{b}.hook_rot_q", f"{b}.hook_rot_k"
         yield from self._check("rot_q = the last part of q", rot_q, lambda x: x[..., still:], q)
-        found = self._at(source, queries, row, q, rot_k)
-        if found is None:
-            return
-        x, before, beside, after, key = found
-        # Both lie in memory as the engine has them, which its rotation on a processor (0.32) depends on.
-        rows, turned = self._project(role, i, x), before.clone()
-        rows[:, -beside.shape[1] :] = beside
-        rotary = self._locator.module("rotary", i)
-        turned[..., still:], turned_key = rotary(torch.arange(len(x), device=x.device), turned[..., still:],
-                                                 rows[:, -self._dims.d_rope :].unsqueeze(1))
-        yield Check((q, queries), "q = the queries, each with its last part rotated", after, turned)
-        yield Check((rot_k, row), "rot_k = the rotation of the last columns beside the latent row", key, turned_key.reshape(key.shape))
+        found = self._at(queries, row, q, rot_k)
+        if found is not None:
+            before, beside, after, key = found
+            turned, turned_key = self._locator.module("rotary", i)(
+                torch.arange(len(before), device=before.device), before[..., still:].clone(), beside[:, None, -turning:].clone())
+            whole = torch.cat([before[..., :still], turned], dim=-1)
+            yield Check((q, queries), "q = the queries, each with its last part rotated", after, whole)
+            yield Check((rot_k, row), "rot_k = the rotation of the last columns beside the latent row", key, turned_key.view(key.shape))
 
     def _latent_tables(self, i: int) -> Iterator[Check]:
         """Keys, values, scores and pattern as they are rebuilt, against the z that the engine's kernel made of the same rows."""
@@ -357,7 +353,7 @@ class Proof:
             table, what = table.to(z.device), "the pattern"
             if name.endswith("hook_attn_scores"):
                 what = "the softmax of the scores"
-                table = attention.pattern(table, torch.arange(len(table)), internals.attention_scoring(point.module))
+                table = attention.pattern(table, torch.arange(len(table)), point.ranks.scoring(point.module))
             law = f"{what} of {' and '.join(source.rsplit('.hook_', 1)[1] for source in point.of)}, times v = z"
             yield Check((f"{b}.hook_z", name, *point.of, f"{b}.hook_v"), law, z, attention.attended(table, v).to(z.dtype))
 
@@ -453,7 +449,7 @@ class Proof:
 
     def _chosen(self, i: int, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """What the experts that the router's logits choose make of x."""
-        return internals.experts(self._locator.module("experts", i), x, logits)
+        return self._locator.ranks.sum(internals.experts(self._locator.module("experts", i), x, logits))
 
     def _projection(self, role: str, layer: int, source: str, parts: tuple[str, ...]) -> Iterator[Check]:
         """A fused projection's columns, part by part: a wrong part does not blame the others."""
@@ -473,7 +469,7 @@ class Proof:
             yield Check((name, source), f"{name.rsplit('.', 1)[1]} = its part of the {role} projection", got.flatten(1), want, weak=True)
 
     def _project(self, role: str, layer: int, x: torch.Tensor) -> torch.Tensor:
-        return internals.linear(self._locator.module(role, layer), x)
+        return self._locator.ranks.linear(self._locator.module(role, layer), x)
 
 
 def _first_of(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:

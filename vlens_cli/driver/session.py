@@ -165,6 +165,11 @@ class Session:
         return self._driver
 
     @property
+    def died(self) -> bool:
+        """Whether the engine has lost a worker process, and answers nothing more."""
+        return self._driver is not None and self._driver.died
+
+    @property
     def asleep(self) -> bool:
         return self._driver is not None and self._driver.asleep
 

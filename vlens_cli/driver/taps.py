@@ -177,7 +177,7 @@ class Taps:
     engine samples from.
     """
 
-    def __init__(self, segments: Callable[[], list[internals.Segment]], points: dict[str, Point], logits: torch.nn.Module, device: torch.device) -> None:
+    def __init__(self, segments: Callable[[], list[internals.Segment]], points: dict[str, Point], logits: torch.nn.Module | None, device: torch.device) -> None:
         self.points = points
         self._segments_now = segments
         self._logits = logits
@@ -194,8 +194,10 @@ class Taps:
 
     def open(self, request: str, key: str, wants: dict[str, Want], edits: Iterable[Edit] = (), slot: Slot | None = None
              ) -> None:
-        """A request has entered the batch."""
+        """A request has entered the batch. Points of other pipeline stages are theirs to see to."""
+        wants = {name: want for name, want in wants.items() if name in self.points}
         record = Record.of(key, wants, self._reads(wants), [writes.on_device(edit, self._device) for edit in edits])
+        record.edits = {name: edits for name, edits in record.edits.items() if name in self.points}
         record.slot = slot
         self._records[request] = record
         for name in record.names:
@@ -318,7 +320,8 @@ class Taps:
 
     def _read(self, point: Point, asking: Asking, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Change, then keep, the rows of each request."""
-        tensors = point.tensors(args, kwargs, output)
+        held = point.tensors(args, kwargs, output)
+        tensors = point.whole(held)
         leaving: Asking = []
         for record, segment in asking:
             if point.name in record.edits and point.row.derive in ("normalized", "times_factor"):
@@ -331,6 +334,8 @@ class Taps:
                 record.keep(point, tensors, segment)
             if record.leaves(point):
                 leaving.append((record, segment))
+        if any(point.name in record.edits for record, _ in asking):
+            point.give_back(held, tensors)
         if leaving:
             # Of all requests together: a copy for each of them would take longer than the forward of a small model.
             leaving[0][0].slot.outlet.keep(point, tensors, leaving, _value)

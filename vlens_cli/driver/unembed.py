@@ -25,6 +25,7 @@ class Unembedding:
     def __init__(self, model: torch.nn.Module, locator: Locator) -> None:
         self._model = model
         self._locator = locator
+        self._ranks = locator.ranks
         self._d_vocab = locator.catalog.dims.d_vocab
         self._head: internals.Head | None = None
         self._rebuild_error = float("inf")
@@ -71,10 +72,11 @@ class Unembedding:
     def rebuilt(self, rows: torch.Tensor) -> torch.Tensor:
         """The same from the weights, in float32: rows @ unembedding + bias, softcap, then scale, cut to the vocabulary."""
         head, rows = self._head, rows.float()
-        pieces = [rows @ piece.float().T for piece in head.weight[: self._d_vocab].split(REBUILD_COLUMNS)]
+        pieces = [rows @ piece.float().T for piece in head.weight.split(REBUILD_COLUMNS)]
         logits = torch.cat(pieces, dim=1)
         if head.bias is not None:
-            logits = logits + head.bias[: logits.shape[1]].float()
+            logits = logits + head.bias.float()
+        logits = self._ranks.joined(logits)[:, : self._d_vocab]
         if head.softcap:
             logits = head.softcap * torch.tanh(logits / head.softcap)
         return self._widened(logits * head.scale)
@@ -101,8 +103,8 @@ class Unembedding:
         softcap, scale                     what follows
         """
         head, d_model = self._head, self._locator.catalog.dims.d_model
-        rows = head.weight[ids].float()
-        bias = torch.zeros(len(ids)) if head.bias is None else head.bias[ids].float()
+        rows = self._ranks.rows_of(head.weight, ids)
+        bias = torch.zeros(len(ids)) if head.bias is None else self._ranks.rows_of(head.bias, ids)
         weight, shift = self._norm_affine(d_model)
         drawn_in = rows * weight
         if self._locator.catalog.spec.norm == "layer":
@@ -125,8 +127,8 @@ class Unembedding:
         heads = z.shape[1]
         # Row h of a position holds head h alone.
         alone = torch.diag_embed(z.transpose(1, 2)).permute(0, 3, 2, 1).reshape(len(z) * heads, -1)
-        bias = internals.linear(o, torch.zeros_like(alone[:1])).float()
-        out = internals.linear(o, alone).float().view(len(z), heads, -1) - bias
+        bias = self._ranks.linear(o, torch.zeros_like(alone[:1])).float()
+        out = self._ranks.linear(o, alone).float().view(len(z), heads, -1) - bias
         against = against.to(out.device)
         return {"heads": torch.einsum("rhd,nrd->nrh", out, against).cpu(),
                 "bias": torch.einsum("d,nrd->nr", bias[0], against).cpu()}

@@ -7,21 +7,24 @@ import re
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vlens_cli import hooks, params
-from vlens_cli.driver import boot, contract, internals
+from vlens_cli.driver import boot, contract, internals, workers
 from vlens_cli.driver.base import LOGITS, Captured, Edit, ForwardResult, Request, Result, Want
 from vlens_cli.driver.flow import Flow
 from vlens_cli.driver.gather import Sharding
+from vlens_cli.driver.locate import ELSEWHERE
+from vlens_cli.driver.outlet import Slot
 from vlens_cli.driver.proof import PROOF_TOKENS, TOLERANCE, WRITTEN_TOGETHER
 from vlens_cli.driver.tokens import Tokens
 from vlens_cli.driver.unembed import UNEMBED_ROWS
 from vlens_cli.driver.weights import LiveWeights
-from vlens_cli.errors import HookError, QueryError, StartError, UsageError
+from vlens_cli.errors import LOG_HINT, HookError, QueryError, StartError, UsageError
 from vlens_cli.families import Catalog
 from vlens_cli.query import EngineSpec
 
@@ -58,6 +61,8 @@ class VLLMDriver:
         self.asleep = False
         self.buffer_bytes = 0
         try:
+            with boot.translated():
+                self._workers = boot.workers(self._llm, spec)
             self._find_points()
         except BaseException:
             # Nobody has this driver to close it, and what vLLM keeps for the process goes with its last engine.
@@ -69,7 +74,7 @@ class VLLMDriver:
         self.non_fireable_hook_points: dict[str, str] = self._choose_layout()
         self.supported_hook_points = tuple(n for n in self.catalog.names if n not in self.non_fireable_hook_points)
         self.non_editable_hook_points = self._prove_writes()
-        self._end = contract.agreed(self._llm.collective_rpc("vlens_end"))
+        self._end = contract.agreed(self._workers.call("vlens_end"))
         self.provides_sequence_logits = LOGITS in self.supported_hook_points or (
             FINAL in self.supported_hook_points and self.probe_logit_reconstruction())
 
@@ -93,8 +98,16 @@ class VLLMDriver:
 
     def _located_and_proved(self) -> dict[str, str]:
         with boot.translated():
-            located = self._call("vlens_points")
-        return {**located["refused"], **self._prove(located["points"])}
+            stages = self._workers.call("vlens_points")
+        located = {name for stage in stages for name in stage["points"]}
+        refused = self._refused([stage["refused"] for stage in stages])
+        return {**refused, **self._prove([name for name in self.catalog.names if name in located])}
+
+    def _refused(self, stages: Sequence[dict[str, str]]) -> dict[str, str]:
+        """What no pipeline stage gives: a point that one refuses because another has its layer is that one's."""
+        own = {name: why for stage in stages for name, why in stage.items() if why != ELSEWHERE}
+        lost = {name: why for stage in stages for name, why in stage.items() if all(name in each for each in stages)}
+        return {**lost, **own}
 
     @property
     def tokenizer(self) -> Any:
@@ -192,7 +205,7 @@ class VLLMDriver:
         names = {edit.name for r in requests for edit in r.edits}
         alike = all(r.tokens == tokens and r.max_new_tokens == 1 and r.edits and r.capture.keys() == {LOGITS}
                     and r.capture[LOGITS].positions == (len(tokens) - 1,) for r in requests)
-        if not alike or len(requests) < 2 or STREAM in self.non_fireable_hook_points or not self._replays:
+        if not alike or len(requests) < 2 or STREAM in self.non_fireable_hook_points or not self._replays or self.spec.pp > 1:
             return None
         if any(self.catalog.layer(name) is None for name in names & self.catalog.points.keys()):
             return None
@@ -299,9 +312,9 @@ class VLLMDriver:
     def _fetch(self, path: str, attribute: str) -> list[tuple[torch.Tensor, Sharding]]:
         """A parameter's shards. Raises QueryError where the engine does not give it."""
         found = self._call("vlens_weight", path, attribute)
-        if isinstance(found, str):
+        if not isinstance(found, torch.Tensor):
             raise QueryError(f"{path}.{attribute}: {found}", hint="--from checkpoint", code="not_in_engine")
-        return [found]
+        return [(found, Sharding())]
 
     def sleep(self) -> int:
         """Move the weights to the host's memory and drop keys and values, until `wake`; bytes of GPU memory freed.
@@ -330,7 +343,8 @@ class VLLMDriver:
         """Free the engine, and leave other drivers of this process alone; a second call does nothing."""
         if self._llm is None:
             return
-        self._call("vlens_drop")
+        if not self.died:
+            self._call("vlens_drop")
         boot.shut_down(self._llm)
         self._llm = None
 
@@ -341,7 +355,7 @@ class VLLMDriver:
         self._call("vlens_watch_logits")
         with boot.translated():
             self._generate([Request(tokens, dict.fromkeys(self._read(points), Want()))], [key])
-            return self._call("vlens_prove", key, tokens)
+            return self._refused(self._workers.call("vlens_prove", key, tokens))
 
     def _prove_writes(self) -> dict[str, str]:
         """Set every editable point to values of its own, neighbours in different forwards, and see in the worker that
@@ -355,7 +369,7 @@ class VLLMDriver:
         keys = [uuid.uuid4().hex for _ in requests]
         with boot.translated():
             outputs = self._generate(requests, keys)
-            proved = {name for key in keys for name in self._call("vlens_prove_writes", key)}
+            proved = {name for key in keys for stage in self._workers.call("vlens_prove_writes", key) for name in stage}
         for request, out in zip(requests, outputs, strict=True):
             for edit in request.edits:
                 if edit.name == LOGITS and out.outputs[0].token_ids[0] != int(edit.value[-1].argmax()):
@@ -442,11 +456,15 @@ class VLLMDriver:
         """Give the engine a request, under a name of its own."""
         from vllm import SamplingParams
 
-        capture = {} if request.slot else {name: want.as_json() for name, want in request.capture.items()}
+        capture = {name: want.as_json() for name, want in request.capture.items()}
         if request.edits:
             self._call("vlens_edit", key, request.edits)
-        if request.slot:
+        if request.slot and self._workers.local:
             self._call("vlens_slot", key, request.slot)
+            capture = {}
+        elif request.slot:
+            # Its files are open in this process alone; rows are reduced on their way into them.
+            capture = {name: replace(want, reduce=None).as_json() for name, want in request.slot.wants.items()}
         self._llm.llm_engine.add_request(key, {"prompt_token_ids": list(request.tokens)}, SamplingParams(
             max_tokens=request.max_new_tokens, temperature=0.0, ignore_eos=True, detokenize=False, skip_clone=True,
             logprobs=-1 if request.final_logprobs else None, extra_args={"vlens": {"key": key, "capture": capture}},
@@ -458,11 +476,15 @@ class VLLMDriver:
 
     def result(self, request: Request, key: str, output: Any) -> Result:
         """What an ended request gave. Raises QueryError where rows or edits are missing."""
-        taken = self._call("vlens_take", key)
+        taken = _merged(self._workers.call("vlens_take", key))
         new = tuple(output.outputs[0].token_ids)
         captured = {name: Captured(*pair) for name, pair in taken["values"].items()}
         if request.slot:
+            self._into_slot(request.slot, captured)
+            captured = {}
             request.slot.check()
+        elif missing := request.capture.keys() - captured.keys():
+            raise QueryError(f"no rank gave a value of {min(missing)}", code="rows_missing")
         for name, one in captured.items():
             fed = len(request.tokens) + len(new) - 1
             _check_rows(name, one, request.capture[name], fed, self.catalog.token_axis(name))
@@ -471,6 +493,14 @@ class VLLMDriver:
                 raise QueryError(f"an edit of {edit.name} was asked and never applied", code="edit_missing")
         logprobs = self._final_logprobs(output) if request.final_logprobs else None
         return Result(captured, new, taken["chunks"], tuple(taken["fired"]), logprobs)
+
+    def _into_slot(self, slot: Slot, captured: dict[str, Captured]) -> None:
+        """What came from workers in other processes; one in this process has sent it while the forward ran."""
+        for name, one in captured.items():
+            if "pos" in self.catalog.axes(name):
+                slot.outlet.put(slot, name, one.positions, one.value)
+            else:
+                slot.outlet.put_whole(slot, name, one.positions, one.value)
 
     def _final_logprobs(self, output: Any) -> torch.Tensor:
         """[d_vocab] of the first new token, by the engine's sampler; -inf where it names none."""
@@ -482,13 +512,32 @@ class VLLMDriver:
         return logprobs
 
     def abandon(self) -> None:
-        """Leave nothing of a broken-off batch in the scheduler or in the worker."""
+        """Leave nothing of a broken-off batch in the scheduler or in the workers."""
+        if self.died:
+            return
         internals.abort_all(self._llm)
         self._call("vlens_drop")
 
+    @property
+    def died(self) -> bool:
+        """Whether the engine has lost a worker process: it answers nothing more."""
+        return internals.has_failed(self._llm)
+
+    def check_alive(self) -> None:
+        """Raises QueryError where the engine has lost a worker process."""
+        if self.died:
+            raise QueryError("a worker process of the engine has ended; the engine ends too", code="worker_died",
+                             hint=f"the next command starts a new one; {LOG_HINT}")
+
     def _call(self, method: str, *args: Any) -> Any:
-        """One method of the single rank's worker, in this process."""
-        return self._llm.collective_rpc(method, args=args)[0]
+        """What a method of the workers gives in the pipeline stage that has what is asked."""
+        return workers.one(self._workers.call(method, *args))
+
+
+def _merged(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What `vlens_take` of each pipeline stage gave, as one stage would."""
+    values = {name: pair for stage in stages for name, pair in stage["values"].items()}
+    return {"values": values, "chunks": stages[0]["chunks"], "fired": [max(of) for of in zip(*(s["fired"] for s in stages), strict=True)]}
 
 
 def _check_formed(edit: Edit, last: int, kept: Want | None) -> None:

@@ -1,30 +1,36 @@
 """What runs inside a vLLM worker. vLLM imports it by the string that `boot` passes as `worker_cls`.
 
-Methods that the driver calls are named `vlens_*` and stay thin; their arguments and results are plain data, but for
-tensors on the single rank's own process, where nothing is serialized.
+Methods that the driver calls are named `vlens_*` and stay thin; their arguments and results are plain data and tensors,
+which `vlens_call` brings where a worker is not in the driver's own process. All ranks run them at once: one that needs
+what others hold asks them, see `ranks`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.platforms import current_platform
 
-from vlens_cli.driver import attention, internals, structure, writes
+from vlens_cli.driver import attention, carry, internals, structure, writes
 from vlens_cli.driver.base import LOGITS, Edit, Want
-from vlens_cli.driver.gather import Sharding
+from vlens_cli.driver.gather import gather
 from vlens_cli.driver.graph import op
 from vlens_cli.driver.graph.proof import GraphProof
 from vlens_cli.driver.graph.taps import GraphTaps
-from vlens_cli.driver.locate import Locator
+from vlens_cli.driver.locate import ELSEWHERE, Locator
 from vlens_cli.driver.outlet import Slot, reduced
-from vlens_cli.driver.proof import Proof
+from vlens_cli.driver.proof import TOLERANCE, Proof
+from vlens_cli.driver.ranks import Ranks
 from vlens_cli.driver.replay import Replay, variant
 from vlens_cli.driver.taps import Record, Taps
 from vlens_cli.driver.unembed import UNEMBED_ROWS, Unembedding
+from vlens_cli.driver.workers import fault_of
 from vlens_cli.families import Catalog, catalog_for
 
 if current_platform.is_cpu():
@@ -33,12 +39,25 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as EngineWorker
 
 
+def of_last_stage(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Only the last pipeline stage ends in logits; the others give None."""
+
+    @functools.wraps(method)
+    def only(self: LensWorker, *args: Any) -> Any:
+        return method(self, *args) if self._ends else None
+
+    return only
+
+
 class LensWorker(EngineWorker):
     """vLLM's worker, with taps."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
+        internals.prepare_stage(self.model_runner)
         internals.let_attention_be_hooked(self.model_runner.get_model())
+        internals.mend_rotation(self.model_runner.get_model())
+        self._ranks = Ranks.of_process()
         self._layouts = structure.layouts(self.model_runner.get_model(), catalog_for(self.model_config.hf_config.to_dict()))
         self.vlens_take_layout(0)
 
@@ -54,14 +73,15 @@ class LensWorker(EngineWorker):
     def _locate(self, catalog: Catalog) -> None:
         model = self.model_runner.get_model()
         self._catalog = catalog
-        self._locator = Locator(model, catalog)
-        self._unembedding = Unembedding(model, self._locator)
+        self._locator = Locator(model, catalog, self._ranks)
         points, self._refused = self._locator.points()
         self._v2 = internals.is_v2(self.model_runner)
         self._segments: list[internals.Segment] = []
         asked = self.vllm_config.additional_config.get("vlens")
         self._graph = asked is not None
-        logits = self._locator.module("logits")
+        self._unembedding = Unembedding(model, self._locator)
+        logits = self._locator.of_stage("logits")
+        self._ends = logits is not None
         if self._graph:
             self._taps: Taps = GraphTaps(points, asked["built"], logits, self.device, self._most_tokens(), asked["buffer"])
             internals.on_layout(self.model_runner, self._taps.planned)
@@ -160,50 +180,104 @@ class LensWorker(EngineWorker):
             self._locator.check_heads()
         return {"points": list(self._taps.points), "refused": self._refused}
 
+    def vlens_sees(self, path: str, token: str) -> bool:
+        """Whether this worker can open a file of the driver's, which holds `token`."""
+        try:
+            return Path(path).read_text() == token
+        except OSError:
+            return False
+
+    def vlens_call(self, method: str, given: str, told: bool, returned: Sequence[str], relayed: Sequence[int]
+                   ) -> dict[str, str] | None:
+        """One of the methods here, with what the file `given` holds; what it returns goes into the file of this stage.
+
+        With `told` some rank cannot open files of the driver's, and rank 0 hands on what is given; it also takes what
+        the stages of `relayed` return. None, or what was raised.
+        """
+        fault, found = None, None
+        try:
+            data = Path(given).read_bytes() if self._ranks.rank == 0 or not told else None
+            args = carry.from_bytes(self._ranks.broadcast(data) if told else data)
+            found = getattr(self, method)(*args)
+            if self._ranks.at == 0 and self._ranks.stage not in relayed:
+                carry.write(returned[self._ranks.stage], found)
+        except Exception as raised:
+            # Whatever it is, the driver must hear of it, and the other ranks must not wait for this one.
+            traceback.print_exception(raised)
+            fault = fault_of(raised)
+        self._ranks.relay(found, relayed, returned)
+        return fault
+
     def vlens_watch_logits(self) -> None:
         """Keep the engine's own logits of the next forward, for the proof."""
-        self._unembedding.watch()
+        if self._ends:
+            self._unembedding.watch()
 
+    @of_last_stage
     def vlens_unembed(self, rows: torch.Tensor, positions: Sequence[int], edits: tuple[Edit, ...]) -> torch.Tensor:
         """Logits [rows, d_vocab], on the device, of a few final-norm rows of one request, after its edits of them."""
         record = Record.of("", {}, {}, (writes.on_device(edit, self.device) for edit in edits))
         return _whole([logits for _, logits in self._unembedded(rows.to(self.device), record, positions)])
 
+    @of_last_stage
     def vlens_rebuild(self, rows: torch.Tensor) -> torch.Tensor:
         """Logits [rows, d_vocab] of a few final-norm rows, from the weights, without the engine's own unembedding."""
         return self._unembedding.rebuilt(rows.to(self.device))
 
+    @of_last_stage
     def vlens_end(self) -> dict[str, Any]:
         """Softcap and scale of the logits, and how far the rebuilt ones are off: see `Unembedding.end`."""
         return self._unembedding.end()
 
+    @of_last_stage
     def vlens_lens(self, rows: torch.Tensor) -> torch.Tensor:
         """Logits [rows, d_vocab], on the device, of a few rows of the stream, through the final norm of each."""
         return self._unembedding.logits(self._unembedding.norm(rows.to(self.device)))
 
+    @of_last_stage
     def vlens_directions(self, ids: list[int]) -> dict[str, Any]:
         """What the logits of some tokens are products with: see `Unembedding.directions`."""
         return self._unembedding.directions(ids)
 
     def vlens_head_parts(self, layer: int, z: torch.Tensor, against: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What each head of a layer adds along some rows: see `Unembedding.head_parts`."""
+        """What each head of a layer adds along some rows: see `Unembedding.head_parts`. None in other stages."""
+        if layer not in self._locator.layers():
+            return None
         return self._unembedding.head_parts(layer, z.to(self.device, self.model_config.dtype), against)
 
     def vlens_prove(self, key: str, tokens: Sequence[int]) -> dict[str, str]:
         """Check every located point with the values of the finished request `key` of `tokens` (every point that is read,
         at all positions); refuse those that fail, and return every refused name with its reason."""
-        logits = self._unembedding.seen()
+        logits = self._unembedding.seen() if self._ends else None
         record = self._taps.take(key)
         values = {name: self._finish(record, name)[0].to(self.device) for name in record.wants if name in record.pieces}
-        self._unembedding.check(values.get("ln_final.hook_out"), logits)
-        proof = Proof(self._locator, self._taps.points, values, logits, tokens)
+        if logits is not None:
+            self._unembedding.check(values.get("ln_final.hook_out"), logits)
+        proof = Proof(self._locator, self._taps.points, self._with_next_stage(values), logits, tokens)
         silent = {name: f"it never fired in the proof at load: {record.fault or 'nothing called its module'}"
                   for name in record.wants if name not in record.pieces}
         with torch.inference_mode():
-            self._refused |= {**silent, **proof.verdict()}
+            self._refused |= {**silent, **proof.verdict(), **self._unlike(values)}
         for name in self._refused:
             self._taps.points.pop(name, None)
         return self._refused
+
+    def _with_next_stage(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """With the stream that enters the next pipeline stage, which the last identities of this one speak about."""
+        first = f"blocks.{self._locator.layers()[0]}.hook_resid_pre"
+        entering = self._ranks.from_next_stage({first: values[first]} if first in values else {}) or {}
+        return {**values, **{name: value.to(self.device) for name, value in entering.items()}}
+
+    def _unlike(self, values: dict[str, torch.Tensor]) -> dict[str, str]:
+        """Points that every tensor-parallel rank has whole, and not all alike -> the reason."""
+        found = {}
+        for name, value in values.items():
+            first, *others = self._ranks.each(value)
+            errors = [float((other.double() - first.double()).norm() / first.double().norm().clamp_min(1e-30)) for other in others]
+            worst = max(range(len(errors)), key=errors.__getitem__, default=0)
+            if errors and not errors[worst] <= TOLERANCE.get(value.dtype, 0.0):
+                found[name] = f"tensor-parallel rank {worst + 1} has other values than rank 0, off by {errors[worst]:.1e}"
+        return found
 
     def vlens_graph_bytes(self) -> int:
         """What the tables and buffers of a compiled engine take of the device's memory."""
@@ -258,15 +332,17 @@ class LensWorker(EngineWorker):
         with torch.inference_mode():
             held = {name for name, ((_, edit),) in record.edits.items()
                     if torch.equal(values[name], edit.value.to(values[name].dtype))}
-            return sorted(held & (Proof(self._locator, self._taps.points, values).written(record.edits.keys()) | {LOGITS}))
+            proof = Proof(self._locator, self._taps.points, self._with_next_stage(values))
+            return sorted(held & (proof.written(record.edits.keys()) | {LOGITS}))
 
-    def vlens_weight(self, path: str, attribute: str) -> tuple[torch.Tensor, Sharding] | str:
-        """A parameter of this rank's model, on the host, and how it is sharded; the reason where it cannot be given."""
+    def vlens_weight(self, path: str, attribute: str) -> torch.Tensor | str | None:
+        """A parameter of this pipeline stage's model, on the host, its shards joined; the reason where it cannot be given."""
         try:
             layer = self._locator.at(path)
-            return internals.weight(layer, attribute), internals.sharding(layer, attribute)
+            value, how = internals.weight(layer, attribute), internals.sharding(layer, attribute)
         except LookupError as miss:
-            return str(miss)
+            return None if str(miss) == ELSEWHERE else str(miss)
+        return gather(self._ranks.each(value), how)
 
     def _finish(self, record: Record, name: str) -> tuple[torch.Tensor, tuple[int, ...]]:
         """A point's value on the host and its positions: unembedded, rebuilt or reduced where it is."""

@@ -34,7 +34,7 @@ A family file holds
                 `interleaved`; `derive` names a formula over what is read, `factor` (a config key or "sqrt(d_model)")
                 and `helper` (a role) are what it needs besides; `absent` is the reason where a layer lacks the module;
                 `before` places a row, added or moved, in the order of the forward; `otherwise` is the role that is read, whole,
-                where the tree has none of the first
+                where the tree has none of the first; `addend` says that each tensor-parallel rank has one of a sum
     [aliases]   other name -> canonical name
     [refused]   name -> the reason it is not given; takes away a row or alias of that name that `like` brought
 
@@ -95,6 +95,7 @@ class Row:
     interleaved  each head has all parts of a split, one after the other
     absent   why a layer has no such point, where the module may be missing
     otherwise  role that is read, whole, where the live tree has no module of the first
+    addend   each tensor-parallel rank has one addend of the value
     """
 
     hook: str
@@ -111,6 +112,7 @@ class Row:
     helper: str = ""
     absent: str = ""
     otherwise: str = ""
+    addend: bool = False
     of: tuple[str, ...] = ()
 
     @property
@@ -462,7 +464,7 @@ def _row(family: str, entry: dict[str, Any], fields: dict[str, Any]) -> Row:
         meaning=entry["meaning"],
         split=tuple(entry.get("split", ())),
         of=tuple(of),
-        **{name: entry[name] for name in ("part", "derive", "interleaved", "factor", "helper", "absent", "otherwise") if name in entry},
+        **{name: entry[name] for name in ("part", "derive", "interleaved", "factor", "helper", "absent", "otherwise", "addend") if name in entry},
     )
 
 

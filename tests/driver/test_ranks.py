@@ -1,0 +1,113 @@
+"""Several ranks, in processes of their own: whatever one rank answers, they answer too."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from compare import assert_close, logit_error, of_prompt, reference, relative_error
+from engines import capture
+from safetensors.torch import load
+from test_numbers import DIFFER, SHORT, spread
+from test_weights import check_bits
+from test_writes import cases_of, run_cases
+from vlens_cli import families
+from vlens_cli.driver.base import LOGITS, Request, Want
+from vlens_cli.driver.session import Session
+from vlens_cli.errors import QueryError, StartError, UsageError
+from vlens_cli.query import EngineSpec, Interventions, LogitsQuery, PatchQuery, Prompt
+
+LIMIT = 1e-5
+PROMPTS = [SHORT, spread(40, 512)]
+EDITED = SHORT[:8] + [5, 6]
+TP, PP, BOTH = {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}
+
+
+def name_of(ranks: dict[str, int]) -> str:
+    return " ".join(f"{key}={value}" for key, value in ranks.items()) or "one"
+
+
+def session(engines, folder: Path, **ranks: int) -> Session:
+    config = json.loads((folder / "config.json").read_text())
+    one = Session(EngineSpec(model=os.path.realpath(folder), name=folder.name, **ranks), config)
+    one.driver = lambda progress: engines.open(folder, **ranks)
+    return one
+
+
+def answers(engines, folder: Path, **ranks: int) -> dict[str, torch.Tensor]:
+    """Numbers of every kind that an engine gives, by what they are."""
+    driver = engines.open(folder, **ranks)
+    found = {f"{p}: {name}": value for p, got in enumerate(capture(driver, PROMPTS)) for name, value in got.items()}
+    cases = cases_of(driver, (0, 3), torch.Generator().manual_seed(1), EDITED)
+    for n, result in enumerate(run_cases(driver, EDITED, cases)):
+        found |= {f"edit {n}: {name}": got.value for name, got in result.captured.items()}
+    request = Request(tuple(SHORT), {LOGITS: Want(), "blocks.2.hook_resid_post": Want()}, max_new_tokens=4)
+    (result,) = driver.run([request])
+    found |= {f"generated: {name}": got.value for name, got in result.captured.items()}
+    return found | asked(session(engines, folder, **ranks))
+
+
+def asked(one: Session) -> dict[str, torch.Tensor]:
+    """The same of commands: lens, attribution, a sweep."""
+    into, prompt = io.BytesIO(), Prompt(tokens=tuple(SHORT))
+    query = LogitsQuery((prompt,), lens=("blocks.*.hook_resid_post",), attribution=True, diff=("#5", "#9"), loss=True)
+    body = one.answer(query, lambda text: None, into).body
+    found = {f"logits {name}": value for name, value in load(into.getvalue()).items()}
+    found["loss"] = torch.tensor(body["prompts"][0]["loss"]["per_token"][1:])
+    edits, axes = Interventions((), (Prompt(tokens=tuple(EDITED)),)), ("layer", "pos")
+    body = one.answer(PatchQuery((prompt,), edits, hooks=("blocks.*.hook_resid_post",), sweep=axes, targets=("#5", "#9")),
+                      lambda text: None, None).body
+    return found | {"sweep": torch.tensor(body["sweep"]["grid"])}
+
+
+def differences(want: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> list[str]:
+    assert want.keys() == got.keys()
+    errors = {what: logit_error(got[what], value) if LOGITS in what else relative_error(got[what], value)
+              for what, value in want.items()}
+    return [f"{what}: {error:.1e}" for what, error in errors.items() if not error <= LIMIT]
+
+
+@pytest.mark.parametrize("ranks", [TP, PP], ids=name_of)
+def test_ranks_answer_as_one_does(engines, tiny, ranks):
+    folder = tiny("llama")
+    want = answers(engines, folder)
+    assert differences(want, answers(engines, folder, **ranks)) == []
+    driver = engines.open(folder, **ranks)
+    assert driver.non_fireable_hook_points == {}
+    for p, got in enumerate(capture(driver, PROMPTS)):
+        assert_close(got, of_prompt(reference(folder, PROMPTS), p))
+    assert check_bits(driver, folder)["checkpoint"] > 30
+
+
+def test_a_kv_head_that_every_rank_holds_is_taken_once(engines, tiny):
+    folder = tiny("llama", "one_kv")
+    want = answers(engines, folder)
+    assert differences(want, answers(engines, folder, **TP)) == []
+    driver = engines.open(folder, **TP)
+    assert driver.catalog.dims.n_kv_heads == 1 and driver.non_fireable_hook_points == {}
+    check_bits(driver, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [TP, PP], ids=name_of)
+@pytest.mark.parametrize("family", [name for name in families.FAMILIES if name != "llama"])
+def test_every_family_on_ranks(engines, tiny, family, ranks):
+    folder = tiny(family)
+    want = answers(engines, folder)
+    alone = engines.open(folder).non_fireable_hook_points
+    assert differences(want, answers(engines, folder, **ranks)) == []
+    assert engines.open(folder, **ranks).non_fireable_hook_points == alone
+    check_bits(engines.open(folder, **ranks), folder)
+
+
+@pytest.mark.slow
+def test_both_kinds_of_ranks_at_once(engines, tiny, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    folder = tiny("llama")
+    want = answers(engines, folder)
+    assert differences(want, answers(engines, folder, **BOTH)) == []
+    check_bits(engines.open(folder, **BOTH), folder)
