@@ -7,6 +7,7 @@ A line of its stdin is a JSON object, the job's name under `job` and its argumen
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import subprocess
@@ -60,3 +61,4 @@ def serve(jobs: Mapping[str, Callable[..., object]]) -> None:
         except Exception:  # the asker gets it whole, and the next job is another
             error = traceback.format_exc()
         print(json.dumps({"error": error}), file=answers, flush=True)
+        gc.collect()  # a model and its hooks hold each other
