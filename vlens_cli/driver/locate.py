@@ -35,7 +35,8 @@ class Point:
     read for itself then, and `module` is the one whose formula rebuilds it.
 
     Of a point that is `spread` over tensor-parallel ranks the module's tensors are this rank's part; of `replicas`
-    neighbouring ranks that hold the same heads the first counts. Of an `addend` each rank has one of a sum. `kv_group` is how many query heads a kv head serves.
+    neighbouring ranks that hold the same heads the first counts. Of an `addend` each rank has one of those that the value
+    is the sum of. `kv_group` is how many query heads a kv head serves.
     """
 
     name: str
@@ -175,7 +176,7 @@ class Locator:
     def _point(self, name: str, row: Row, layer: int | None) -> Point:
         if layer is None and not self._has_end(row):
             raise LookupError(ELSEWHERE)
-        whole = row.otherwise != "" and not self.has(row.module, layer)
+        whole = row.otherwise in self.catalog.spec.modules and not self.has(row.module, layer)
         try:
             module = self.module(row.otherwise if whole else row.module, layer)
         except LookupError as miss:
