@@ -4,6 +4,7 @@
 # make readme  write the outputs of README.md's examples anew, and what is generated in it
 # make install-completions   for bash, zsh and fish, where each looks for a user's own
 # make test-peers   the tests against TransformerLens, which it installs into the same environment
+# make test-ranks   every family on two ranks of each kind, and four, and ranks that are not as they should be
 # make test-dtypes  every family in bfloat16 and float16, against float32
 #
 # PYTHON=python3.12 chooses the interpreter (3.11 or newer), EXTRA=cpu or cuda the engine.
@@ -18,7 +19,7 @@ BIN := .venv/bin
 BEGUN := .venv/.begun
 PROMPT := The Eiffel Tower is located in the city of
 
-.PHONY: demo test test-peers test-dtypes test-gpu bench bench-gpu clean install-completions readme
+.PHONY: demo test test-peers test-ranks test-dtypes test-gpu bench bench-gpu clean install-completions readme
 
 demo: .venv/.installed
 	$(BIN)/vlens capture --table --hook blocks.3.hook_resid_post "$(PROMPT)"
@@ -28,6 +29,9 @@ test: .venv/.installed-test
 
 test-peers: .venv/.installed-peers
 	$(BIN)/python -m pytest tests/driver/test_bridge.py tests/driver/test_peers.py
+
+test-ranks: .venv/.installed-test
+	$(BIN)/python -m pytest tests/driver/test_ranks.py
 
 test-dtypes: .venv/.installed-test
 	$(BIN)/python -m pytest -m slow tests/driver/test_dtypes.py

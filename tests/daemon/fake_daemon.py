@@ -60,8 +60,11 @@ class FakeSession:
         self._weights: bytes | None = None
         self._cancelled = lambda: False
         self._between = lambda: None
-        self.asleep = False
+        self.asleep = self.died = False
         self.buffer_bytes = 0
+
+    def end_workers(self) -> None:
+        """It has none."""
 
     @property
     def can_sleep(self) -> bool:
@@ -103,7 +106,7 @@ class FakeSession:
         return Reply(body, saved=saved)
 
     def _start(self, progress) -> None:
-        self.asleep = False
+        self.asleep = self.died = False
         if self.started:
             return
         progress(f"starting the engine for {self.spec.name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -201,11 +202,45 @@ def test_killed_it_is_missed_at_once_and_the_next_command_works(engine, when):
     assert engine.capture("again")["prompts"][0]["tokens"]
 
 
+def of_group(pgid: int) -> list[int]:
+    """Processes that the engine has started, itself included, but for those that have ended already."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, group, *_ = path.read_text().rpartition(")")[2].split()
+            found += [int(path.parent.name)] if int(group) == pgid and state != "Z" else []
+    return found
+
+
+@pytest.mark.parametrize("victim", ["worker", "daemon"])
+def test_of_several_ranks_one_killed_is_missed_at_once_and_nothing_is_left(engine, victim):
+    engine.start("engine", "stop").communicate(timeout=60)
+    shared = set(os.listdir("/dev/shm"))
+    engine.run("capture", "--tp", "2", "--hook", HOOKS[1], "warm")
+    (pid,) = engine.pids
+    workers = [one for one in of_group(pid) if b"VLLM::Worker" in Path(f"/proc/{one}/cmdline").read_bytes()]
+    assert len(workers) == 2 and engine.run("engine", "status")["engines"][0]["rss_bytes"] > 2 * memory.resident(workers[0])
+    file = engine.work / "long.txt"
+    file.write_text("\n".join("the city of towers " * 60 for n in range(300)))
+    asked = engine.start("capture", "--tp", "2", "--hook", "logits[pos=-1]", "-f", str(file))
+    until(busy, engine, asked)
+    time.sleep(1)
+    os.kill(pid if victim == "daemon" else workers[1], signal.SIGKILL)
+    killed = time.monotonic()
+    out, err = asked.communicate(timeout=60)
+    assert time.monotonic() - killed < 10
+    assert asked.returncode == 1 and out == "" and "ended" in err and "hint: " in err
+    while of_group(pid) or set(os.listdir("/dev/shm")) - shared:
+        assert time.monotonic() - killed < 10, (of_group(pid), os.listdir("/dev/shm"))
+        time.sleep(0.1)
+    assert engine.pids == [] and engine.capture("again")["prompts"][0]["tokens"]
+
+
 def test_a_script_without_a_main_guard_may_open_a_driver(engine):
     script = engine.work / "script.py"
     script.write_text(
         "from vlens_cli.driver import open_driver\n"
-        "with open_driver() as driver:\n"
+        "with open_driver(executor='mp') as driver:\n"
         "    out = driver.forward([3, 4, 5], capture=['blocks.1.hook_out'])\n"
         "print(tuple(out.captured['blocks.1.hook_out'].shape))\n"
     )

@@ -12,7 +12,7 @@ import torch
 from compare import assert_close, logit_error, of_prompt, reference, relative_error
 from engines import capture
 from safetensors.torch import load
-from test_numbers import DIFFER, SHORT, spread
+from test_numbers import SHORT, spread
 from test_weights import check_bits
 from test_writes import cases_of, run_cases
 from vlens_cli import families
@@ -28,7 +28,7 @@ TP, PP, BOTH = {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}
 
 
 def name_of(ranks: dict[str, int]) -> str:
-    return " ".join(f"{key}={value}" for key, value in ranks.items()) or "one"
+    return " ".join(f"{key}{value}" for key, value in ranks.items()) or "one"
 
 
 def session(engines, folder: Path, **ranks: int) -> Session:
@@ -111,3 +111,52 @@ def test_both_kinds_of_ranks_at_once(engines, tiny, monkeypatch):
     want = answers(engines, folder)
     assert differences(want, answers(engines, folder, **BOTH)) == []
     check_bits(engines.open(folder, **BOTH), folder)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("worker, told", [
+    pytest.param("OtherReplica", r"blocks\.1\.ln2\.hook_out is off by .* on tensor-parallel rank 1", marks=SLOW),
+    ("MissingPart", r"rank \d reads blocks\.1\.attn\.hook_\w where rank \d reads blocks\.1\.attn\.hook_\w"),
+    pytest.param("MissingReplica", r"blocks\.2\.hook_mlp_out never fired on tensor-parallel rank 1", marks=SLOW),
+    pytest.param("Reversed", r"blocks\.0\.attn\.hook_\w+ is joined in another order than that of its ranks", marks=SLOW),
+    pytest.param("OtherShards", r"blocks\.0\.attn\.W_Q, joined over the ranks, is not the checkpoint's", marks=SLOW),
+])
+def test_a_rank_that_is_not_as_expected_is_an_error_at_the_start(engines, tiny, monkeypatch, worker, told):
+    monkeypatch.setattr("vlens_cli.driver.boot.WORKER", f"faulty_workers.{worker}")
+    engines.close()
+    with pytest.raises(StartError, match=told):
+        engines.open(tiny("llama"), chunk=512, **TP)
+
+
+def test_what_a_rank_on_another_machine_gives_comes_through_rank_0(engines, tiny):
+    folder = tiny("llama")
+    (want,) = capture(engines.open(folder, **PP), [SHORT])
+    workers = engines.open(folder, **PP)._workers
+    assert (workers._told, workers._relayed) == (False, ())
+    workers._told, workers._relayed = True, (1,)
+    (got,) = capture(engines.open(folder, **PP), [SHORT])
+    workers._told, workers._relayed = False, ()
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_ranks_that_a_model_cannot_be_spread_over_are_refused_before_any_starts(tiny):
+    folder = tiny("llama")
+    for ranks, told in [({"tp": 3}, "does not divide this model's 4 query heads"), ({"pp": 9}, "more than this model's 4 layers"),
+                        ({"tp": 2, "compile_hooks": ("hook_embed",)}, "compiled mode runs on one rank")]:
+        with pytest.raises(UsageError, match=told):
+            Session(EngineSpec(str(folder), "llama", **ranks), json.loads((folder / "config.json").read_text()))
+
+
+def test_a_query_that_fails_leaves_ranks_that_answer_the_next(engines, tiny):
+    driver = engines.open(tiny("llama"), **PP)
+    (want,) = capture(driver, [SHORT])
+    take = driver._workers.call
+    driver._workers.call = lambda method, *args: take("vlens_no_such" if method == "vlens_take" else method, *args)
+    with pytest.raises(QueryError, match="a rank of the engine failed: AttributeError"):
+        capture(driver, [SHORT])
+    driver._workers.call = take
+    (got,) = capture(driver, [SHORT])
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert {tuple(stage.values()) for stage in driver._workers.call("vlens_state")} == {(0, 0)}

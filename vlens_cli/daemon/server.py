@@ -111,6 +111,11 @@ class Server:
         if self._owns_socket():
             self._home.remove()
 
+    def end_workers(self) -> None:
+        """Processes that the engine has started: they would notice the end of this one, but seconds later."""
+        if self._session is not None:
+            self._session.end_workers()
+
     def _send_away(self) -> None:
         """Tell those who still wait to ask another engine, and let all replies be sent before the process ends."""
         deadline = time.monotonic() + REPLY_PATIENCE
@@ -391,6 +396,7 @@ def main(folder: str, spec_json: str, keep_alive: str) -> None:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         server.close()
+        server.end_workers()
         sys.stdout.flush()
         # Nothing is left to save, an orderly end of vLLM takes seconds, and its memory is wanted.
         os._exit(0)

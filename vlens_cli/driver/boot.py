@@ -26,6 +26,8 @@ from vlens_cli.query import EngineSpec
 if TYPE_CHECKING:
     from vlens_cli.driver.workers import Workers
 
+# Imported by vLLM in every process that holds a rank.
+WORKER = "vlens_cli.driver.worker.LensWorker"
 # What a resident engine may keep for keys and values. On CPU the memory is touched at the first requests, and costs
 # seconds a GiB.
 KV_BYTES = 512 * 2**20
@@ -238,6 +240,12 @@ def additional(plan: Plan) -> dict[str, Any]:
     return {"vlens": {"version": __version__, "built": list(plan.built), "buffer": plan.buffer}}
 
 
+def settle_products() -> None:
+    """fp32 is fp32: Triton's attention kernel multiplies in TF32 otherwise, 1e-3 off (0.26, H200; with this 1e-6). In every
+    process that holds a rank: no variable of ours reaches other machines."""
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+
+
 # The engines of this process: one that was dropped without being closed is none.
 _running: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -262,8 +270,7 @@ def prepare(compiled: bool = False, ranks: int = 1) -> None:
     os.environ.pop(_RUNNER, None)
     if runner is not None:
         os.environ[_RUNNER] = runner
-    # fp32 is fp32: Triton's attention kernel multiplies in TF32 otherwise, 1e-3 off (0.26, H200; with this 1e-6).
-    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+    settle_products()
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     hide_broken_packages()
@@ -298,7 +305,7 @@ def boot(spec: EngineSpec, plan: Plan) -> Any:
         if not _running:
             # What an engine that failed to start has left: the next would go on with its ranks, whatever it needs.
             internals.forget_ranks()
-        llm = LLM(**engine_arguments(spec, plan), worker_cls="vlens_cli.driver.worker.LensWorker",
+        llm = LLM(**engine_arguments(spec, plan), worker_cls=WORKER,
                   # Weights come from memory that can be taken away and given back at the same addresses.
                   enable_sleep_mode=internals.can_sleep())
         _running.add(llm)

@@ -50,7 +50,7 @@ class Flow:
             raise
         except Exception as fault:
             # The seam: whatever vLLM, torch or a tap raised in the middle of an accepted query.
-            self._driver.check_alive()
+            self._driver.check_alive(fault)
             self._driver.abandon()
             raise QueryError(f"the forward failed: {type(fault).__name__}: {boot.one_line(fault)}",
                              hint=LOG_HINT) from fault

@@ -374,8 +374,18 @@ def prepare_stage(runner: Any) -> None:
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device)
 
 
+def end_workers(llm: Any) -> None:
+    """End an executor's worker processes, and wait until they are gone (0.26 to 0.32)."""
+    llm.llm_engine.engine_core.engine_core.model_executor.shutdown()
+
+
+def says_dead(fault: Exception) -> bool:
+    """Whether Ray (2.60) says that a worker process has ended: vLLM's executor over Ray keeps no word of it."""
+    return type(fault).__name__ in ("ActorDiedError", "RayActorError", "ActorUnavailableError", "WorkerCrashedError")
+
+
 def has_failed(llm: Any) -> bool:
-    """Whether an executor has lost one of its worker processes (0.26 to 0.32: multiprocess and Ray alike)."""
+    """Whether an executor has lost one of its worker processes (0.26 to 0.32: multiprocess)."""
     return bool(getattr(llm.llm_engine.engine_core.engine_core.model_executor, "is_failed", False))
 
 

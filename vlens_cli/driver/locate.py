@@ -244,14 +244,10 @@ class Locator:
             return str(miss) == ELSEWHERE
         return False
 
-    def of_stage(self, role: str) -> torch.nn.Module | None:
-        """The module of a role outside the blocks; None where it is another stage's."""
-        try:
-            return self.module(role)
-        except LookupError:
-            if self.ranks.pp == 1:
-                raise
-            return None
+    def of_last_stage(self, role: str) -> torch.nn.Module | None:
+        """The module of a role behind the blocks; None where that is another stage's, though some models have one of their own
+        in every stage."""
+        return self.module(role) if self.ranks.stage == self.ranks.pp - 1 else None
 
     def _check_heads(self, layer: int) -> None:
         dims = self.catalog.dims

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -19,9 +20,12 @@ import torch.distributed as dist
 
 from vlens_cli.driver import carry, internals
 from vlens_cli.driver.gather import Sharding, gather
+from vlens_cli.errors import StartError
 
 # Bytes that are sent at once.
 PIECE = 16 * 2**20
+# How long a rank waits for another that should be at the same place of the forward; it may be busy, or a long way behind.
+PATIENCE = timedelta(seconds=30)
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,34 @@ class Ranks:
     @property
     def rank(self) -> int:
         return self.stage * self.tp + self.at
+
+    @cached_property
+    def _impatient(self) -> Any:
+        """A group of the tensor-parallel ranks that gives up. Every rank of the engine must ask for it at once."""
+        groups = [dist.new_group([stage * self.tp + at for at in range(self.tp)], timeout=PATIENCE, backend="gloo")
+                  for stage in range(self.pp)]
+        return groups[self.stage]
+
+    def prepare(self) -> None:
+        """Called by all ranks together, before any of them asks another."""
+        if self.tp > 1:
+            self._impatient  # noqa: B018
+
+    def meet(self, what: str) -> None:
+        """See that every tensor-parallel rank is at `what`. Raises StartError where one is elsewhere, or does not come."""
+        mine = torch.zeros(256, dtype=torch.uint8)
+        text = what.encode()[-256:]
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        found = [torch.empty_like(mine) for _ in range(self.tp)]
+        try:
+            dist.all_gather(found, mine, group=self._impatient)
+        except RuntimeError as fault:
+            raise StartError(f"a tensor-parallel rank never came to {what}", code="ranks_differ") from fault
+        for at, other in enumerate(found):
+            if not torch.equal(other, mine):
+                there = bytes(other.tolist()).rstrip(b"\0").decode()
+                raise StartError(f"tensor-parallel rank {at} reads {there} where rank {self.at} reads {what}",
+                                 code="ranks_differ")
 
     @cached_property
     def _group(self) -> Any:
@@ -70,6 +102,15 @@ class Ranks:
         on = self._group.cpu_group if t.device.type == "cpu" else self._group.device_group
         dist.all_gather([_bytes(one) for one in found], _bytes(t), group=on)
         return found
+
+    def each_value(self, value: Any) -> list[Any]:
+        """`each` of plain values."""
+        if self.tp == 1:
+            return [value]
+        data = torch.frombuffer(bytearray(carry.to_bytes(value)), dtype=torch.uint8)
+        sizes = [int(size) for size in self.each(torch.tensor([len(data)]))]
+        padded = torch.nn.functional.pad(data, (0, max(sizes) - len(data)))
+        return [carry.from_bytes(one[:size].numpy().tobytes()) for one, size in zip(self.each(padded), sizes, strict=True)]
 
     def sum(self, t: torch.Tensor) -> torch.Tensor:
         return t if self.tp == 1 else self._group.all_reduce(t.contiguous())

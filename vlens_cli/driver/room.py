@@ -17,9 +17,11 @@ from vlens_cli.driver import boot
 OVERHEAD = 600 * 10**6
 
 
-def needed(folder: Path, config: dict[str, Any], plan: boot.Plan) -> int:
-    """Bytes that an engine takes at least; an estimate that refuses nothing that would fit."""
-    return _weight_bytes(folder, config, plan.dtype) + plan.kv_bytes + OVERHEAD
+def needed(folder: Path, config: dict[str, Any], plan: boot.Plan, ranks: int = 1) -> int:
+    """Bytes that an engine takes at least, of this machine's memory or of each rank's GPU; an estimate that refuses nothing
+    that would fit."""
+    weights, each = _weight_bytes(folder, config, plan.dtype), plan.kv_bytes + OVERHEAD
+    return weights // ranks + each if _runs_on_gpu() else weights + ranks * each
 
 
 def _weight_bytes(folder: Path, config: dict[str, Any], dtype: str) -> int:

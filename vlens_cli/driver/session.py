@@ -149,7 +149,7 @@ class Session:
         """The engine, started by the first call."""
         if self._driver is None:
             progress(f"starting the engine for {self.spec.name}")
-            with room.room_for(room.needed(Path(self.spec.model), self._config, self.plan)):
+            with room.room_for(room.needed(Path(self.spec.model), self._config, self.plan, self.spec.tp * self.spec.pp)):
                 with boot.translated():
                     from vlens_cli.driver.graph.driver import driver_for
                     self._check_pickled()
@@ -194,6 +194,11 @@ class Session:
             from vlens_cli.reader import pickled
 
             check_checkpoint(self.catalog, self._config, pickled.listed(self.spec.model))
+
+    def end_workers(self) -> None:
+        """End worker processes, for a process that is about to end itself."""
+        if self._driver is not None:
+            self._driver.end_workers()
 
     def close(self) -> None:
         if self._driver is not None:

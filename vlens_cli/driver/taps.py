@@ -191,6 +191,8 @@ class Taps:
         self._renormed: dict[str, list[tuple[slice, torch.Tensor, torch.Tensor]]] = {}
         self._step: dict[str, internals.Segment] | None = None
         self._running = False
+        # In the first forward ranks see that they are at the same point before one waits for what another holds.
+        self.meeting = False
 
     def open(self, request: str, key: str, wants: dict[str, Want], edits: Iterable[Edit] = (), slot: Slot | None = None
              ) -> None:
@@ -320,6 +322,8 @@ class Taps:
 
     def _read(self, point: Point, asking: Asking, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Change, then keep, the rows of each request."""
+        if self.meeting and point.spread:
+            point.ranks.meet(point.name)
         held = point.tensors(args, kwargs, output)
         tensors = point.whole(held)
         leaving: Asking = []

@@ -7,6 +7,7 @@ import re
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from vlens_cli.driver.outlet import Slot
 from vlens_cli.driver.proof import PROOF_TOKENS, TOLERANCE, WRITTEN_TOGETHER
 from vlens_cli.driver.tokens import Tokens
 from vlens_cli.driver.unembed import UNEMBED_ROWS
-from vlens_cli.driver.weights import LiveWeights
+from vlens_cli.driver.weights import LiveWeights, as_tensor
 from vlens_cli.errors import LOG_HINT, HookError, QueryError, StartError, UsageError
 from vlens_cli.families import Catalog
 from vlens_cli.query import EngineSpec
+from vlens_cli.reader import answer as reader
 
 FINAL = "ln_final.hook_out"
 FEATURES = frozenset({"capture", "batch", "interventions", "attention_mask", "new_tokens", "weight_access"})
@@ -56,6 +58,7 @@ class VLLMDriver:
         # Tokens a second, as last seen.
         self.rate = 0.0
         self._replays = True
+        self._dead = False
         self._llm = boot.boot(spec, plan)
         self.can_sleep = internals.can_sleep()
         self.asleep = False
@@ -64,6 +67,8 @@ class VLLMDriver:
             with boot.translated():
                 self._workers = boot.workers(self._llm, spec)
             self._find_points()
+            if spec.tp > 1:
+                self._check_shards()
         except BaseException:
             # Nobody has this driver to close it, and what vLLM keeps for the process goes with its last engine.
             boot.shut_down(self._llm)
@@ -102,6 +107,23 @@ class VLLMDriver:
         located = {name for stage in stages for name in stage["points"]}
         refused = self._refused([stage["refused"] for stage in stages])
         return {**refused, **self._prove([name for name in self.catalog.names if name in located])}
+
+    def _check_shards(self) -> None:
+        """See that a layer's weights, joined over the ranks, are the checkpoint's: then head 3 is head 3 everywhere.
+
+        Raises StartError. What the engine keeps in another form (quantized, or in its kernel's order) is not compared.
+        """
+        weights = params.of_model(self.spec.model)
+        live, dtype = self.weights(weights), getattr(torch, self.plan.dtype)
+        for name in ("attn.W_Q", "attn.W_K", "attn.W_V", "attn.W_O", "mlp.W_gate", "mlp.W_in", "mlp.W_out"):
+            param = weights.param(f"blocks.0.{name}") if f"blocks.0.{name}" in weights.rows else None
+            if param is None or "expert" in weights.rows[param.name][0].axes:
+                continue
+            with suppress(QueryError, UsageError):
+                found = live.tensor(param)
+                if not torch.equal(found, as_tensor(reader.mapped(params.reading(param, weights))).to(dtype)):
+                    raise StartError(f"{param.name}, joined over the ranks, is not the checkpoint's: their shards lie in another "
+                                     "order", code="ranks_differ")
 
     def _refused(self, stages: Sequence[dict[str, str]]) -> dict[str, str]:
         """What no pipeline stage gives: a point that one refuses because another has its layer is that one's."""
@@ -339,6 +361,11 @@ class VLLMDriver:
                              hint="`vlens engine stop` ends it; the next command starts a new one") from fault
         self.asleep = False
 
+    def end_workers(self) -> None:
+        """End worker processes, for a process that is about to end itself; nothing more is answered."""
+        if self._llm is not None and not self._workers.local:
+            internals.end_workers(self._llm)
+
     def close(self) -> None:
         """Free the engine, and leave other drivers of this process alone; a second call does nothing."""
         if self._llm is None:
@@ -352,7 +379,7 @@ class VLLMDriver:
         """One short forward with every point captured that is not rebuilt, checked in the worker; refused names -> reasons."""
         tokens = self._proof_tokens()
         key = uuid.uuid4().hex
-        self._call("vlens_watch_logits")
+        self._call("vlens_begin_proof")
         with boot.translated():
             self._generate([Request(tokens, dict.fromkeys(self._read(points), Want()))], [key])
             return self._refused(self._workers.call("vlens_prove", key, tokens))
@@ -521,10 +548,11 @@ class VLLMDriver:
     @property
     def died(self) -> bool:
         """Whether the engine has lost a worker process: it answers nothing more."""
-        return internals.has_failed(self._llm)
+        return self._dead or self._llm is not None and internals.has_failed(self._llm)
 
-    def check_alive(self) -> None:
-        """Raises QueryError where the engine has lost a worker process."""
+    def check_alive(self, fault: Exception) -> None:
+        """Raises QueryError where the engine has lost a worker process, as `fault` or the engine says."""
+        self._dead = self._dead or internals.says_dead(fault)
         if self.died:
             raise QueryError("a worker process of the engine has ended; the engine ends too", code="worker_died",
                              hint=f"the next command starts a new one; {LOG_HINT}")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from vlens_cli.driver import attention, carry, internals, structure, writes
+from vlens_cli.driver import attention, boot, carry, internals, structure, writes
 from vlens_cli.driver.base import LOGITS, Edit, Want
 from vlens_cli.driver.gather import gather
 from vlens_cli.driver.graph import op
@@ -31,6 +31,7 @@ from vlens_cli.driver.replay import Replay, variant
 from vlens_cli.driver.taps import Record, Taps
 from vlens_cli.driver.unembed import UNEMBED_ROWS, Unembedding
 from vlens_cli.driver.workers import fault_of
+from vlens_cli.errors import StartError
 from vlens_cli.families import Catalog, catalog_for
 
 if current_platform.is_cpu():
@@ -53,11 +54,13 @@ class LensWorker(EngineWorker):
     """vLLM's worker, with taps."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        boot.settle_products()
         super().load_model(*args, **kwargs)
         internals.prepare_stage(self.model_runner)
         internals.let_attention_be_hooked(self.model_runner.get_model())
         internals.mend_rotation(self.model_runner.get_model())
         self._ranks = Ranks.of_process()
+        self._ranks.prepare()
         self._layouts = structure.layouts(self.model_runner.get_model(), catalog_for(self.model_config.hf_config.to_dict()))
         self.vlens_take_layout(0)
 
@@ -80,7 +83,7 @@ class LensWorker(EngineWorker):
         asked = self.vllm_config.additional_config.get("vlens")
         self._graph = asked is not None
         self._unembedding = Unembedding(model, self._locator)
-        logits = self._locator.of_stage("logits")
+        logits = self._locator.of_last_stage("logits")
         self._ends = logits is not None
         if self._graph:
             self._taps: Taps = GraphTaps(points, asked["built"], logits, self.device, self._most_tokens(), asked["buffer"])
@@ -208,8 +211,9 @@ class LensWorker(EngineWorker):
         self._ranks.relay(found, relayed, returned)
         return fault
 
-    def vlens_watch_logits(self) -> None:
-        """Keep the engine's own logits of the next forward, for the proof."""
+    def vlens_begin_proof(self) -> None:
+        """Keep the engine's own logits of the next forward, and see that ranks go through it together."""
+        self._taps.meeting = True
         if self._ends:
             self._unembedding.watch()
 
@@ -250,14 +254,17 @@ class LensWorker(EngineWorker):
         at all positions); refuse those that fail, and return every refused name with its reason."""
         logits = self._unembedding.seen() if self._ends else None
         record = self._taps.take(key)
+        self._taps.meeting = False
+        self._check_met(record)
         values = {name: self._finish(record, name)[0].to(self.device) for name in record.wants if name in record.pieces}
+        self._check_alike(values)
         if logits is not None:
             self._unembedding.check(values.get("ln_final.hook_out"), logits)
         proof = Proof(self._locator, self._taps.points, self._with_next_stage(values), logits, tokens)
         silent = {name: f"it never fired in the proof at load: {record.fault or 'nothing called its module'}"
                   for name in record.wants if name not in record.pieces}
         with torch.inference_mode():
-            self._refused |= {**silent, **proof.verdict(), **self._unlike(values)}
+            self._refused |= {**silent, **proof.verdict()}
         for name in self._refused:
             self._taps.points.pop(name, None)
         return self._refused
@@ -268,16 +275,29 @@ class LensWorker(EngineWorker):
         entering = self._ranks.from_next_stage({first: values[first]} if first in values else {}) or {}
         return {**values, **{name: value.to(self.device) for name, value in entering.items()}}
 
-    def _unlike(self, values: dict[str, torch.Tensor]) -> dict[str, str]:
-        """Points that every tensor-parallel rank has whole, and not all alike -> the reason."""
-        found = {}
+    def _check_met(self, record: Record) -> None:
+        """Raises StartError where a tensor-parallel rank has read other points than this one, or joins parts in another
+        order than its own."""
+        if isinstance(record.fault, StartError):
+            raise record.fault
+        read = self._ranks.each_value(sorted(record.pieces))
+        for at, names in enumerate(read):
+            if lacking := set().union(*read) - set(names):
+                raise StartError(f"{min(lacking)} never fired on tensor-parallel rank {at}", code="ranks_differ")
+        for point in self._taps.points.values():
+            marks = torch.arange(point.shape[0])[None]
+            if point.spread and not torch.equal(self._ranks.joined(self._ranks.part(marks, point.replicas), point.replicas), marks):
+                raise StartError(f"{point.name} is joined in another order than that of its ranks", code="ranks_differ")
+
+    def _check_alike(self, values: dict[str, torch.Tensor]) -> None:
+        """Raises StartError for a point that tensor-parallel ranks have whole, and not all alike."""
         for name, value in values.items():
             first, *others = self._ranks.each(value)
-            errors = [float((other.double() - first.double()).norm() / first.double().norm().clamp_min(1e-30)) for other in others]
-            worst = max(range(len(errors)), key=errors.__getitem__, default=0)
-            if errors and not errors[worst] <= TOLERANCE.get(value.dtype, 0.0):
-                found[name] = f"tensor-parallel rank {worst + 1} has other values than rank 0, off by {errors[worst]:.1e}"
-        return found
+            for at, other in enumerate(others, 1):
+                error = float((other.double() - first.double()).norm() / first.double().norm().clamp_min(1e-30))
+                if not error <= TOLERANCE.get(value.dtype, 0.0):
+                    raise StartError(f"{name} is off by {error:.1e} on tensor-parallel rank {at} from what it is on rank 0",
+                                     code="ranks_differ")
 
     def vlens_graph_bytes(self) -> int:
         """What the tables and buffers of a compiled engine take of the device's memory."""
