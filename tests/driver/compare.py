@@ -1,4 +1,4 @@
-"""Comparing vlens' numbers with the reference: `reference` has reference.py run once, the rest measures and asserts.
+"""Comparing vlens' numbers with the reference: `reference` has reference.py do it once, the rest measures and asserts.
 
 Errors are relative: the norm of the difference over the norm of the reference, in float64.
 
@@ -9,22 +9,25 @@ more than DESIGN.md's limits leave, since such a prompt's position 1 is ill-cond
 
 from __future__ import annotations
 
-import atexit
-import functools
 import hashlib
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from served import Served
 from tiny import cache_folder, delete_old
 
 SCRIPT = Path(__file__).with_name("reference.py")
+REFERENCES = Served(Path(__file__).with_name("references.py"))
+
+# TransformerLens, in the environment of the tests or in one of its own.
+PEERS_PYTHON = os.environ.get("VLENS_PEERS_PYTHON", sys.executable)
+BRIDGE = Served(Path(__file__).with_name("bridge_reference.py"), PEERS_PYTHON)
 
 LOWEST = -60000.0  # scores below it, in any dtype, are masked
 
@@ -54,40 +57,9 @@ def reference_file(
     delete_old(cache, "*.safetensors")
     with tempfile.TemporaryDirectory(dir=cache, prefix=".making-") as temporary:
         out = Path(temporary) / "out.safetensors"
-        job = {"folder": str(folder), "prompts": json.loads(asked), "out": str(out), "dtype": dtype, "fp64": fp64}
-        error = _ask(job)
-        if error is not None:
-            raise RuntimeError(f"reference.py failed on {folder}:\n{error[-4000:]}")
+        REFERENCES.ask("reference", folder=str(folder), prompts=json.loads(asked), out=str(out), dtype=dtype, fp64=fp64)
         out.replace(path)
     return path
-
-
-@functools.cache
-def _process() -> subprocess.Popen[str]:
-    """The one reference process of this test run; it ends when its stdin does, at the latest with this process."""
-    command = [sys.executable, str(SCRIPT), "--serve"]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    atexit.register(_end, process)
-    return process
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.stdin.close()
-    process.wait()
-
-
-def _ask(job: dict[str, Any]) -> str | None:
-    """Have the reference process do one job: None, or what went wrong."""
-    process = _process()
-    process.stdin.write(json.dumps(job) + "\n")
-    process.stdin.flush()
-    answer = process.stdout.readline()
-    if not answer:
-        _process.cache_clear()
-        return f"its process ended with status {process.wait()}"
-    return json.loads(answer)["error"]
 
 
 def _key(folder: Path, asked: str, dtype: str, fp64: bool) -> str:

@@ -1,11 +1,4 @@
-#!/usr/bin/env python3
 """What an edit does, by transformers: the logits of a prompt in whose forward one value was changed.
-
-    edit_reference.py JOB.json          {"folder", "tokens": [...], "edits": FILE.safetensors, "cases": [...], "out"}
-
-A case is a list of edits {"name", "positions", "heads", "dims", "keep", "value", "direction", "along"} (the last four as
-numbers, or as names of tensors in the file); `out` gets `logits/N` [pos, d_vocab] of each case, and `got/N/NAME` of the
-points that it edits, after the edit. With "fp64" also `exact/N`, the logits of a float64 run.
 
 Each point is changed where transformers' own modules form it. The formula is written out here, with masks over the
 whole tensor, and shares nothing with vlens: keep * x + value + along * (x . d / d . d) d at the selected entries.
@@ -13,8 +6,7 @@ whole tensor, and shares nothing with vlens: keep * x + value + along * (x . d /
 
 from __future__ import annotations
 
-import json
-import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -148,19 +140,18 @@ class Editor(Probe):
         self.modelling.apply_rotary_pos_emb = rotate_change_and_keep
 
 
-def main(job: dict[str, Any]) -> None:
-    tensors = load_file(job["edits"])
-    out: dict[str, Tensor] = {}
-    if job["fp64"]:
-        exact = Editor(load(Path(job["folder"]), torch.float64), {key: t.double() for key, t in tensors.items()})
-        out |= {f"exact/{n}": exact.logits(job["tokens"], case) for n, case in enumerate(job["cases"])}
-        exact.close()
-    editor = Editor(load(Path(job["folder"]), torch.float32), tensors)
-    for n, case in enumerate(job["cases"]):
-        out[f"logits/{n}"] = editor.logits(job["tokens"], case)
-        out |= {f"got/{n}/{name}": value for name, value in editor.got.items()}
-    save_file({key: t.contiguous() for key, t in out.items()}, job["out"])
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))
+def write(folder: str, tokens: list[int], edits: str, cases: list[list[dict[str, Any]]], out: str, fp64: bool) -> None:
+    """A case is a list of edits {"name", "positions", "heads", "dims", "keep", "value", "direction", "along"} (the last four
+    as numbers, or as names of tensors in the file `edits`); `out` gets `logits/N` [pos, d_vocab] of each case, and
+    `got/N/NAME` of the points that it edits, after the edit. With `fp64` also `exact/N`, the logits of a float64 run."""
+    tensors = load_file(edits)
+    found: dict[str, Tensor] = {}
+    if fp64:
+        exact = {key: t.double() for key, t in tensors.items()}
+        with closing(Editor(load(Path(folder), torch.float64), exact)) as editor:
+            found |= {f"exact/{n}": editor.logits(tokens, case) for n, case in enumerate(cases)}
+    with closing(Editor(load(Path(folder), torch.float32), tensors)) as editor:
+        for n, case in enumerate(cases):
+            found[f"logits/{n}"] = editor.logits(tokens, case)
+            found |= {f"got/{n}/{name}": value for name, value in editor.got.items()}
+    save_file({key: t.contiguous() for key, t in found.items()}, out)

@@ -1,15 +1,7 @@
-#!/usr/bin/env python3
-"""Rows of a stream through the end of a model, by transformers: what the lens is tested against.
-
-    lens_reference.py MODEL_FOLDER ROWS.safetensors OUT.safetensors
-
-Each tensor of ROWS [pos, d_model] stands in for the input of the model's final norm in a run of the whole model, so that
-norm, unembedding, softcap and scale are the model's own; OUT has its logits [pos, d_vocab] under the same key.
-"""
+"""Rows of a stream through the end of a model, by transformers: what the lens is tested against."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
@@ -18,7 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 
-def main(folder: str, rows: str, out: str) -> None:
+def write(folder: str, rows: str, out: str) -> None:
+    """Each tensor [pos, d_model] of the file `rows` stands in for the input of the model's final norm in a run of the whole
+    model, so that norm, unembedding, softcap and scale are the model's own; `out` gets its logits [pos, d_vocab] under
+    the same key."""
     model = AutoModelForCausalLM.from_pretrained(Path(folder), dtype=torch.float32, attn_implementation="eager").eval()
     norm = model.get_submodule(TREES.get(model.config.model_type, Tree()).final_norm)
     logits = {}
@@ -28,7 +23,3 @@ def main(folder: str, rows: str, out: str) -> None:
             logits[key] = model(input_ids=torch.zeros(1, len(value), dtype=torch.int64), use_cache=False).logits[0].clone()
         handle.remove()
     save_file(logits, out)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,19 +1,10 @@
-#!/usr/bin/env python3
 """Causal tracing by transformers' own forward hooks: what the grids of `vlens patch --sweep` are tested against.
 
-    patch_reference.py JOB.json     {"folder", "prompt": ids, "source": ids, "point", "out": FILE.safetensors,
-                                     "cells": [[layer, positions, heads]]}
-
-`point` is resid_post, attn_out, mlp_out or z; `heads` may be null. `out` gets the last position's logits [d_vocab] of
-the runs `base` and `source`, and `cells` [cells, d_vocab]: the prompt's run, in which the point of one layer is
-replaced by the source run's value at these positions (and heads). Cells of one layer run as a batch.
 Shares nothing with vlens.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -61,7 +52,7 @@ def values_of(model: nn.Module, tokens: list[int], point: str, layers: set[int])
     return logits[0], kept
 
 
-def patched(model: nn.Module, job: dict[str, Any], layer: int, cells: list[Any], source: Tensor) -> Tensor:
+def patched(model: nn.Module, prompt: list[int], point: str, layer: int, cells: list[Any], source: Tensor) -> Tensor:
     """The last logits [cells, d_vocab] of one layer's cells."""
     widths = Widths.of(model.config)
 
@@ -75,22 +66,20 @@ def patched(model: nn.Module, job: dict[str, Any], layer: int, cells: list[Any],
                 x[row, position, list(columns)] = source[position, list(columns)]
         return x
 
-    handle = hooked(model, job["point"], layer, change)
-    logits = last_logits(model, job["prompt"], len(cells))
+    handle = hooked(model, point, layer, change)
+    logits = last_logits(model, prompt, len(cells))
     handle.remove()
     return logits
 
 
-def main(path: str) -> None:
-    job = json.loads(Path(path).read_text())
-    model = load(Path(job["folder"]), torch.float32)
-    assert len(job["prompt"]) == len(job["source"])
-    source, kept = values_of(model, job["source"], job["point"], {layer for layer, *_ in job["cells"]})
-    by_layer = [(layer, list(cells)) for layer, cells in groupby(job["cells"], key=lambda cell: cell[0])]
-    rows = [patched(model, job, layer, cells, kept[layer]) for layer, cells in by_layer]
-    save_file({"base": last_logits(model, job["prompt"])[0], "source": source.contiguous(), "cells": torch.cat(rows)},
-              job["out"])
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+def write(folder: str, prompt: list[int], source: list[int], point: str, cells: list[Any], out: str) -> None:
+    """`cells` are [layer, positions, heads], where heads may be null; `point` is resid_post, attn_out, mlp_out or z. `out`
+    gets the last position's logits [d_vocab] of the runs `base` and `source`, and `cells` [cells, d_vocab]: the prompt's
+    run, in which the point of one layer is replaced by the source run's value at these positions (and heads). Cells of one
+    layer run as a batch."""
+    model = load(Path(folder), torch.float32)
+    assert len(prompt) == len(source)
+    of_source, kept = values_of(model, source, point, {layer for layer, *_ in cells})
+    by_layer = [(layer, list(some)) for layer, some in groupby(cells, key=lambda cell: cell[0])]
+    rows = [patched(model, prompt, point, layer, some, kept[layer]) for layer, some in by_layer]
+    save_file({"base": last_logits(model, prompt)[0], "source": of_source.contiguous(), "cells": torch.cat(rows)}, out)

@@ -2,7 +2,6 @@
 """What every hook point is, by transformers: the numbers that vlens is tested against.
 
     reference.py MODEL_FOLDER PROMPTS.json OUT.safetensors [--dtype float32|bfloat16] [--fp64]
-    reference.py --serve                   jobs and answers as JSON lines, until stdin ends: importing takes the longest
 
 PROMPTS.json is a list of lists of token ids. Each prompt runs alone, with eager attention, and gives the tensors
 `p/NAME` (p counts prompts), NAME in TransformerLens' classic spelling, shapes without a batch axis.
@@ -23,7 +22,6 @@ import json
 import math
 import os
 import sys
-import traceback
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -93,7 +91,7 @@ class Tree:
     up: str | None = "mlp.up_proj"
     gate_up: str | None = None
     down: str = "mlp.down_proj"
-    latent: bool = False  # attention without a key and a value for each head
+    latent: bool = False  # keys and values of all heads are projections of one row, and one key that turns (DeepSeek-V2)
     router: str | None = None
     shared: str | None = None  # experts that every position has
     experts: str = "mlp.experts"
@@ -149,7 +147,7 @@ TREES = {
         mlp_output="mlp.dense_4h_to_h", gate="mlp.dense_h_to_4h", up=None, down="mlp.dense_4h_to_h", activation="gelu_bloom",
     ),
     "gpt_oss": Tree(router="mlp.router", sinks="self_attn.sinks"),
-    "deepseek_v2": Tree(latent=True, rotation=None, router="mlp.gate", shared="mlp.shared_experts"),
+    "deepseek_v2": Tree(latent=True, rotation="pairs", router="mlp.gate", shared="mlp.shared_experts"),
     "helium": Tree(rotation="pairs"),
     "ernie4_5": Tree(rotation="pairs"),
     "falcon": Tree(
@@ -205,7 +203,9 @@ class Probe:
         self.layer: int | None = None  # whose attention is running, for the rotation
         self.modelling = sys.modules[type(model).__module__]
         self.tokens: list[int] = []
-        self._rotate = getattr(self.modelling, "apply_rotary_pos_emb", None)
+        self._rotation = "apply_rotary_emb" if self.tree.latent else "apply_rotary_pos_emb"
+        self._rotate = getattr(self.modelling, self._rotation, None)
+        self._attend = getattr(self.modelling, "eager_attention_forward", None)
         self._hook_all()
 
     def run(self, tokens: list[int]) -> Captures:
@@ -221,7 +221,9 @@ class Probe:
 
     def close(self) -> None:
         if self.tree.rotation:
-            self.modelling.apply_rotary_pos_emb = self._rotate
+            setattr(self.modelling, self._rotation, self._rotate)
+        if self.tree.latent:
+            self.modelling.eager_attention_forward = self._attend
         self.modelling.torch = torch  # a float64 run's stand-in
 
     def block(self, i: int) -> nn.Module:
@@ -282,9 +284,11 @@ class Probe:
         for i in range(self.widths.layers):
             self._hook_block(i)
         self._on_output(self.model.get_submodule(tree.final_norm), "ln_final.hook_out")
-        if tree.rotation:
+        if tree.latent:
+            self._hook_latent_functions()
+        elif tree.rotation:
             self._hook_rotation()
-        for i in range(self.widths.layers if not tree.latent else 0):
+        for i in range(self.widths.layers):
             self._hook_softmax(i)
 
     def _hook_block(self, i: int) -> None:
@@ -306,7 +310,7 @@ class Probe:
         heads = {"q": widths.heads, "k": widths.kv_heads, "v": widths.kv_heads}
         self._on_input(block.get_submodule(tree.o), f"{at}.hook_z", widths.heads)
         if tree.latent:
-            return
+            return self._hook_latent(i)
         if tree.qkv:
             parts = [(f"{at}.hook_{c}", heads[c]) for c in "qkv"]
             self._on_parts(block.get_submodule(tree.qkv), self.split_qkv, parts)
@@ -319,9 +323,54 @@ class Probe:
                 all_heads = norm.weight.shape == (heads[c] * widths.d_head,)
                 self._on_output(norm, f"{at}.hook_{c}_normed", heads[c] if all_heads else None, head_first=tree.head_first)
 
+    def _hook_latent(self, i: int) -> None:
+        attention, at, heads = self.block(i).get_submodule(self.tree.attention), f"blocks.{i}.attn", self.widths.heads
+        if self.config.q_lora_rank is None:
+            self._on_output(attention.q_proj, f"{at}.q_proj.hook_out", heads)
+        else:
+            self._on_output(attention.q_a_proj, f"{at}.q_a_proj.hook_out")
+            self._on_output(attention.q_a_layernorm, f"{at}.hook_q_latent")
+            self._on_output(attention.q_b_proj, f"{at}.q_b_proj.hook_out", heads)
+        self._on_output(attention.kv_a_proj_with_mqa, f"{at}.kv_a_proj_with_mqa.hook_out")
+        self._on_input(attention.kv_a_layernorm, f"{at}.kv_a_layernorm.hook_in")
+        self._on_output(attention.kv_a_layernorm, f"{at}.hook_kv_latent")
+
+        def projected(_: nn.Module, __: tuple, output: Tensor) -> None:  # of [1, 1, pos, width]
+            self._keep(f"{at}.kv_b_proj.hook_out", output[:, 0], heads)
+
+        attention.kv_b_proj.register_forward_hook(projected)
+        attention.register_forward_pre_hook(lambda *_: setattr(self, "layer", i))
+
+    def _hook_latent_functions(self) -> None:
+        """The rotation of a part of the queries, [1, head, pos, d], and of one key, [1, 1, pos, d]; then queries, keys and
+        values as the attention gets them, [1, head, pos, d]."""
+
+        def rotate_and_keep(q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+            q, k = self._rotate(q, k, *args)
+            self._keep(f"blocks.{self.layer}.attn.hook_rot_q", q.transpose(1, 2))
+            self._keep(f"blocks.{self.layer}.attn.hook_rot_k", k[:, 0])
+            return q, k
+
+        def attend_and_keep(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+            for c, value in (("q", q), ("k", k), ("v", v)):
+                self._keep(f"blocks.{self.layer}.attn.hook_{c}", value.transpose(1, 2))
+            return self._attend(module, q, k, v, *args, **kwargs)
+
+        self.modelling.apply_rotary_emb = rotate_and_keep
+        self.modelling.eager_attention_forward = attend_and_keep
+
+    def _hook_shared(self, i: int) -> None:
+        shared, at = self.block(i).get_submodule(self.tree.shared), f"blocks.{i}.mlp.shared_experts"
+        self._on_output(shared.gate_proj, f"{at}.hook_pre")
+        self._on_output(shared.up_proj, f"{at}.hook_pre_linear")
+        self._on_input(shared.down_proj, f"{at}.hook_post")
+        self._on_output(shared, f"{at}.hook_out")
+
     def _hook_mlp(self, i: int) -> None:
         tree, block, at = self.tree, self.block(i), f"blocks.{i}.mlp"
         if self.has_experts(i):
+            if tree.shared:
+                self._hook_shared(i)
             def keep(_: nn.Module, __: tuple, output: tuple) -> None:
                 logits, weights, indices = output
                 order = weights.argsort(dim=-1, descending=True)  # some routers do not sort
@@ -426,19 +475,26 @@ class Probe:
             found = {"ln1": f"{at}.hook_resid_pre", "ln2": between, "ln1_post": f"{at}.attn.hook_out",
                      "ln2_post": f"{at}.mlp.hook_out"}
             sources |= {f"{at}.{name}": source for name, source in found.items() if getattr(tree, name)}
+            if tree.latent:
+                sources[f"{at}.attn.kv_a_layernorm"] = f"{at}.attn.kv_a_layernorm.hook_in"
+            if tree.latent and self.config.q_lora_rank is not None:
+                sources[f"{at}.attn.q_a_layernorm"] = f"{at}.attn.q_a_proj.hook_out"
         return sources
 
     def norm_module(self, name: str) -> nn.Module:
         outside = {"ln_final": self.tree.final_norm, "embed_ln": self.tree.embed_norm}
         if name in outside:
             return self.model.get_submodule(outside[name])
-        _, i, norm = name.split(".")
-        return self.block(int(i)).get_submodule(getattr(self.tree, norm))
+        _, i, *norm = name.split(".")
+        path = getattr(self.tree, norm[0]) if len(norm) == 1 else f"{self.tree.attention}.{norm[1]}"
+        return self.block(int(i)).get_submodule(path)
 
     def norm_output(self, name: str) -> str:
         """The hook name of a norm's output: after a sublayer, what is added to the stream."""
         block, _, norm = name.rpartition(".")
-        return {"ln1_post": f"{block}.hook_attn_out", "ln2_post": f"{block}.hook_mlp_out"}.get(norm, f"{name}.hook_out")
+        outputs = {"ln1_post": "hook_attn_out", "ln2_post": "hook_mlp_out", "q_a_layernorm": "hook_q_latent",
+                   "kv_a_layernorm": "hook_kv_latent"}
+        return f"{block}.{outputs[norm]}" if norm in outputs else f"{name}.hook_out"
 
     def _add_norm_parts(self) -> None:
         """hook_scale, the divisor, and hook_normalized, before the weight: no module forms them."""
@@ -534,6 +590,7 @@ def attention_identities(probe: Probe, v: Captures, i: int) -> Iterator[Identity
     summed = v["attn.hook_result"].double().sum(1) + (0 if getattr(o, "bias", None) is None else o.bias.double())
     yield "results, summed over heads = attention", summed, v.get("attn.hook_out", v["hook_attn_out"]), False
     if tree.latent:
+        yield from latent_identities(probe, v, i)
         return
     source = v["ln1.hook_out" if tree.ln1 else "hook_resid_pre"].double()
     weights, biases = qkv_weights(probe, block)
@@ -554,6 +611,36 @@ def attention_identities(probe: Probe, v: Captures, i: int) -> Iterator[Identity
         q, k = v["attn.hook_rot_q"].double(), v["attn.hook_rot_k"].double()
     z = attention(probe, i, q, k, v["attn.hook_v"].double())
     yield "z = softmax(q k) v", v["attn.hook_z"], z, False
+    yield from table_identities(probe, i, v, q, k)
+
+
+def latent_identities(probe: Probe, v: Captures, i: int) -> Iterator[Identity]:
+    """DeepSeek-V2, section 2.1 and appendix C, without its norms: what is projected, cut, turned and joined, up to z."""
+    config, attention_of = probe.config, probe.block(i).get_submodule(probe.tree.attention)
+    source = v["ln1.hook_out"]
+    if config.q_lora_rank is None:
+        before = v["attn.q_proj.hook_out"].double()
+        yield "q_proj = its input @ W", before.flatten(1), apply(attention_of.q_proj, source), False
+    else:
+        before = v["attn.q_b_proj.hook_out"].double()
+        yield "q_a_proj = its input @ W", v["attn.q_a_proj.hook_out"], apply(attention_of.q_a_proj, source), False
+        yield "q_b_proj = its input @ W", before.flatten(1), apply(attention_of.q_b_proj, v["attn.hook_q_latent"]), False
+    row = v["attn.kv_a_proj_with_mqa.hook_out"].double()
+    yield "kv_a_proj = its input @ W", row, apply(attention_of.kv_a_proj_with_mqa, source), False
+    latent, key = row.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+    yield "kv_a_layernorm's input = the row's first columns", v["attn.kv_a_layernorm.hook_in"], latent, True
+    both = v["attn.kv_b_proj.hook_out"].double()
+    yield "kv_b_proj = its input @ W", both.flatten(1), apply(attention_of.kv_b_proj, v["attn.hook_kv_latent"]), False
+    angles, scale = rotary_angles(config, i, config.qk_rope_head_dim, len(row), v["attn.hook_rot_q"].dtype)
+    still, turning = before.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+    rot_q, rot_k = v["attn.hook_rot_q"].double(), v["attn.hook_rot_k"].double()
+    yield "rot_q = rotation of q", rot_q, rotated(turning, angles, scale, probe.tree.rotation), False
+    yield "rot_k = rotation of k", rot_k, rotated(key[:, None], angles, scale, probe.tree.rotation)[:, 0], False
+    q, k, value = (v[f"attn.hook_{c}"].double() for c in "qkv")
+    yield "q = its parts", q, torch.cat([still, rot_q], dim=-1), True
+    yield "k = its parts", k, torch.cat([both[..., : still.shape[-1]], rot_k[:, None].expand_as(rot_q)], dim=-1), True
+    yield "v = its part", value, both[..., still.shape[-1] :], True
+    yield "z = softmax(q k) v", v["attn.hook_z"], attention(probe, i, q, k, value), False
     yield from table_identities(probe, i, v, q, k)
 
 
@@ -606,8 +693,13 @@ def expert_identities(probe: Probe, v: Captures, i: int, source: Tensor, out: Te
         for weight, e in zip(weights[row], chosen[row].tolist()):
             total[row] += weight * expert(probe, experts, e, source[row])
     if probe.tree.shared:
-        gate, up, down = (block.get_submodule(f"{probe.tree.shared}.{name}_proj") for name in ("gate", "up", "down"))
-        total += apply(down, activation(probe)(apply(gate, source)) * apply(up, source))
+        at, shared = "mlp.shared_experts.hook", block.get_submodule(probe.tree.shared)
+        pre, up = v[f"{at}_pre"].double(), v[f"{at}_pre_linear"].double()
+        yield "shared pre = its input @ W", pre, apply(shared.gate_proj, source), False
+        yield "shared pre_linear = its input @ W", up, apply(shared.up_proj, source), False
+        yield "shared post = act(pre) * pre_linear", v[f"{at}_post"], activation(probe)(pre) * up, False
+        yield "shared = post @ W_out", v[f"{at}_out"], apply(shared.down_proj, v[f"{at}_post"]), False
+        total += v[f"{at}_out"].double()
     yield "MLP = the chosen experts, weighed", out, total, False
 
 
@@ -759,6 +851,9 @@ def attention_scale(probe: Probe) -> float:
     config = probe.config
     if scalar := getattr(config, "query_pre_attn_scalar", None):
         return scalar**-0.5
+    if probe.tree.latent:
+        assert config.rope_parameters["rope_type"] == "default", "no formula here for the scale of a stretched rotation"
+        return (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
     return getattr(config, "attention_multiplier", None) or probe.widths.d_head**-0.5
 
 
@@ -814,13 +909,13 @@ def check_shapes(probe: Probe, values: Captures, positions: int) -> None:
     if probe.tree.pos_embed:
         expected["hook_pos_embed"] = (probe.config.hidden_size,)
     for name in probe.norm_sources():
-        expected |= {f"{name}.hook_scale": (1,), f"{name}.hook_normalized": (probe.config.hidden_size,)}
-        expected[probe.norm_output(name)] = (probe.config.hidden_size,)
+        width = probe.norm_module(name).weight.shape[-1]
+        expected |= {f"{name}.hook_scale": (1,), f"{name}.hook_normalized": (width,), probe.norm_output(name): (width,)}
     for i in range(probe.widths.layers):
         expected |= {f"blocks.{i}.{name}": shape for name, shape in block_shapes(probe, i).items()}
     found = {name: tuple(value.shape) for name, value in values.items()}
     tables = {f"blocks.{i}.attn.hook_{name}": (probe.widths.heads, positions, positions)
-              for i in range(probe.widths.layers) for name in ("attn_scores", "pattern") if not probe.tree.latent}
+              for i in range(probe.widths.layers) for name in ("attn_scores", "pattern")}
     assert found == {name: (positions, *shape) for name, shape in expected.items()} | tables
     for name, value in values.items():
         assert value.isfinite().all(), f"{name} is not finite"
@@ -835,7 +930,7 @@ def block_shapes(probe: Probe, i: int) -> dict[str, tuple[int, ...]]:
     turned = ("", "rot_") if tree.rotation else ("",)
     if tree.latent:
         block |= {"attn.hook_z": q, "attn.hook_result": (widths.heads, *d_model)}
-        return block | mlp_shapes(probe, i)
+        return block | latent_shapes(probe) | mlp_shapes(probe, i)
     block |= {f"attn.hook_{turn}{c}": shape for turn in turned for c, shape in (("q", q), ("k", kv))}
     block |= {"attn.hook_v": kv, "attn.hook_z": q, "attn.hook_result": (widths.heads, *d_model)}
     if tree.q_norm:
@@ -848,11 +943,29 @@ def block_shapes(probe: Probe, i: int) -> dict[str, tuple[int, ...]]:
     return block | mlp_shapes(probe, i)
 
 
+def latent_shapes(probe: Probe) -> dict[str, tuple[int, ...]]:
+    config, heads, d_head = probe.config, probe.widths.heads, probe.widths.d_head
+    latent, still, turning = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
+    found = {"kv_a_proj_with_mqa.hook_out": (latent + turning,), "kv_a_layernorm.hook_in": (latent,), "hook_rot_k": (turning,),
+             "kv_b_proj.hook_out": (heads, still + d_head), "hook_rot_q": (heads, turning), "hook_q": (heads, still + turning),
+             "hook_k": (heads, still + turning), "hook_v": (heads, d_head)}
+    if config.q_lora_rank is None:
+        found["q_proj.hook_out"] = (heads, still + turning)
+    else:
+        found |= {"q_a_proj.hook_out": (config.q_lora_rank,), "q_b_proj.hook_out": (heads, still + turning)}
+    return {f"attn.{name}": shape for name, shape in found.items()}
+
+
 def mlp_shapes(probe: Probe, i: int) -> dict[str, tuple[int, ...]]:
     tree, config = probe.tree, probe.config
     if probe.has_experts(i):
         k, n = config.num_experts_per_tok, getattr(config, "n_routed_experts", None) or config.num_local_experts
-        return {"mlp.hook_router_logits": (n,), "mlp.hook_expert_weights": (k,), "mlp.hook_expert_indices": (k,)}
+        chosen = {"mlp.hook_router_logits": (n,), "mlp.hook_expert_weights": (k,), "mlp.hook_expert_indices": (k,)}
+        if tree.shared:
+            width = config.moe_intermediate_size * config.n_shared_experts
+            chosen |= {f"mlp.shared_experts.hook_{name}": (width,) for name in ("pre", "pre_linear", "post")}
+            chosen["mlp.shared_experts.hook_out"] = (config.hidden_size,)
+        return chosen
     inside = ("pre", "pre_linear", "post") if tree.up or tree.gate_up else ("pre", "post")
     return {f"mlp.hook_{name}": (probe.widths.d_mlp,) for name in inside}
 
@@ -900,22 +1013,7 @@ def write(folder: str, prompts: list[list[int]], out: str, dtype: str = "float32
     return errors
 
 
-def serve() -> None:
-    """A line of stdin is a JSON object of `write`'s arguments; a line of stdout is `{"error": null or a traceback}`."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print does not mix with the answers
-    for line in sys.stdin:
-        error = None
-        try:
-            write(**json.loads(line))
-        except Exception:  # the asker gets it whole, and the next job is another
-            error = traceback.format_exc()
-        print(json.dumps({"error": error}), file=answers, flush=True)
-
-
 def main(arguments: list[str]) -> None:
-    if arguments == ["--serve"]:
-        return serve()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("prompts", type=Path)
@@ -926,7 +1024,6 @@ def main(arguments: list[str]) -> None:
     prompts = json.loads(options.prompts.read_text())
     for kind, error in write(options.model, prompts, options.out, options.dtype, options.fp64).items():
         print(f"{error:9.2e}  {kind}")
-    return None
 
 
 if __name__ == "__main__":

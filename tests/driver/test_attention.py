@@ -112,6 +112,21 @@ def test_they_follow_edits_of_what_they_are_made_of_and_cannot_be_edited(engines
         driver.run([Request(tuple(SHORT), edits=(Edit(PATTERN, keep=0.0),))])
 
 
+def test_what_is_made_of_latent_rows_is_cut_and_follows_generated_tokens(engines, tiny, monkeypatch):
+    monkeypatch.setattr(attention, "PIECE", 5000)  # two latent rows, some thirty query rows
+    names = ["blocks.1.attn.kv_b_proj.hook_out", "blocks.1.attn.hook_k", "blocks.1.attn.hook_v", PATTERN, SCORES]
+    rows, keys = (0, 15, 33, 149), (3, 17, 50)
+    driver = engines.open(tiny("deepseek_v2"))
+    (whole,) = capture(driver, [LONG], names)
+    (got,) = capture(driver, [LONG], names, positions=rows, heads=(1, 3), dims=keys)
+    (result,) = driver.run([Request(tuple(SHORT), dict.fromkeys(names, Want()), max_new_tokens=5)])
+    (fed,) = capture(driver, [[*SHORT, *result.new_tokens[:-1]]], names)
+    assert_close(whole, {name: of_prompt(reference(tiny("deepseek_v2"), [LONG]), 0)[name] for name in names})
+    assert_close(got, {name: value[[1, 3]][:, list(rows)][..., list(keys)] if name in (PATTERN, SCORES)
+                       else value[list(rows)][:, [1, 3]][..., list(keys)] for name, value in whole.items()})
+    assert_close({name: captured.value for name, captured in result.captured.items()}, fed)
+
+
 def test_forward_pads_queries_and_keys(engines, tiny):
     driver = engines.open(tiny("llama"))
     out = driver.forward([SHORT, SHORT[:4]], capture=[PATTERN], return_logits=False)

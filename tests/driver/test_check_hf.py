@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from compare import of_prompt, reference
+from compare import REFERENCES, of_prompt, reference
 from safetensors.torch import save_file
 
 ROOT = Path(__file__).parents[2]
@@ -19,15 +19,14 @@ TOKENS = [3, 17, 256, 99, 4, 500, 31, 8, 77, 120, *range(40, 60)]
 
 def checked(folder: Path, values: dict, tmp_path: Path) -> dict:
     save_file({name: value.contiguous() for name, value in values.items()}, tmp_path / "capture.safetensors")
-    job = {"folder": str(folder), "file": str(tmp_path / "capture.safetensors"), "tokens": TOKENS}
-    done = subprocess.run([sys.executable, "-m", "vlens_cli.driver.check_hf"], input=json.dumps(job), capture_output=True,
-                          text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    REFERENCES.ask("check_hf", folder=str(folder), file=str(tmp_path / "capture.safetensors"), tokens=TOKENS,
+                   out=str(tmp_path / "answer.json"))
+    return json.loads((tmp_path / "answer.json").read_text())
 
 
-# Norms that see heads first; a part of each head that rotates, and q, k, v head by head; experts; norms over all heads; sinks.
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_neox", "qwen3_moe", "olmo2", "gpt2", "gpt_oss"])
+# Norms that see heads first; a part of each head that rotates, and q, k, v head by head; experts; norms over all heads; sinks;
+# latent rows and shared experts.
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_neox", "qwen3_moe", "olmo2", "gpt2", "gpt_oss", "deepseek_v2"])
 def test_what_transformers_gives_has_no_error(tiny, tmp_path, family):
     values = of_prompt(reference(tiny(family), [TOKENS]), 0)
     answer = checked(tiny(family), values, tmp_path)

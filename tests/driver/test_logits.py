@@ -5,13 +5,11 @@ from __future__ import annotations
 import io
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from compare import logit_error, of_prompt, reference
+from compare import REFERENCES, logit_error, of_prompt, reference
 from safetensors import safe_open
 from safetensors.torch import load, load_file, save_file
 from test_numbers import SHORT, mended, spread
@@ -44,10 +42,7 @@ def ask(engines, tiny):
 def ended(folder: Path, rows: dict[str, torch.Tensor], work: Path) -> dict[str, torch.Tensor]:
     """Rows of the stream through transformers' end of the model."""
     save_file({key: value.contiguous() for key, value in rows.items()}, work / "rows.safetensors")
-    script = Path(__file__).with_name("lens_reference.py")
-    done = subprocess.run([sys.executable, script, folder, work / "rows.safetensors", work / "out.safetensors"],
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    REFERENCES.ask("lens", folder=str(folder), rows=str(work / "rows.safetensors"), out=str(work / "out.safetensors"))
     return load_file(work / "out.safetensors")
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from compare import REFERENCES
 from safetensors.torch import load, load_file
 
 from vlens_cli.driver.session import Session
@@ -38,12 +37,9 @@ def ask(session: Session, prompt: Prompt, expressions=(), source: Prompt | None 
 
 
 def reference(tmp_path: Path, folder: Path, prompt: list[int], source: list[int], point: str, cells: list) -> dict:
-    job = {"folder": str(folder), "prompt": prompt, "source": source, "point": point, "cells": cells,
-           "out": str(tmp_path / "out.safetensors")}  # fmt: skip
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    script = Path(__file__).with_name("patch_reference.py")
-    subprocess.run([sys.executable, str(script), str(tmp_path / "job.json")], check=True, capture_output=True)
-    return load_file(job["out"])
+    out = tmp_path / "out.safetensors"
+    REFERENCES.ask("patches", folder=str(folder), prompt=prompt, source=source, point=point, cells=cells, out=str(out))
+    return load_file(out)
 
 
 def recovery(rows: dict, a: int, b: int) -> torch.Tensor:

@@ -3,23 +3,20 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from compare import LOWEST, relative_error
+from compare import BRIDGE, LOWEST, PEERS_PYTHON, relative_error
 from engines import capture
 from safetensors.torch import load_file
 from test_numbers import SHORT, mended
 from vlens_cli.families import FAMILIES
 
 pytestmark = pytest.mark.slow
-PYTHON = os.environ.get("VLENS_PEERS_PYTHON", sys.executable)
-if subprocess.run([PYTHON, "-c", "import transformer_lens"], capture_output=True).returncode:
+if subprocess.run([PEERS_PYTHON, "-c", "import transformer_lens"], capture_output=True).returncode:
     pytest.skip("TransformerLens is not installed", allow_module_level=True)
 
 # Where the bridge's value is not what the name says: logits before what follows the unembedding (`logits` has them all),
@@ -37,9 +34,8 @@ def cached(tmp_path):
     """cached(folder): what TransformerLens over transformers caches of SHORT."""
 
     def made(folder: Path) -> dict[str, torch.Tensor]:
-        script, out = Path(__file__).with_name("bridge_reference.py"), tmp_path / "out.safetensors"
-        done = subprocess.run([PYTHON, script, folder, out, *map(str, SHORT)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        out = tmp_path / "out.safetensors"
+        BRIDGE.ask("cache", folder=str(folder), tokens=SHORT, out=str(out))
         return load_file(out)
 
     return made

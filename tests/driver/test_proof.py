@@ -48,6 +48,17 @@ WRONG_ELSEWHERE = {
     "queries and keys of other heads": ("gpt_neox", "blocks.{i}.attn.hook_q", {"part": 1}),
     "the stream after the MLP's norm, of another layer": ("gpt_neox", "blocks.{i}.hook_mlp_out", {"module": "attn"}),
     "positions for tokens": ("gpt2", "hook_embed", {"module": "pos_embed"}),
+    "queries for the part of them that turns": ("deepseek_v2", "blocks.{i}.attn.hook_rot_q", {"part": 0, "split": ("d_rope", "d_nope")}),
+    "the latent row before its norm": ("deepseek_v2", "blocks.{i}.attn.hook_kv_latent", {"inputs": (0,), "outputs": ()}),
+    "the key that turns before it has": (
+        "deepseek_v2", "blocks.{i}.attn.hook_rot_k", {"module": "qkv_a", "inputs": (), "outputs": (0,), "part": 1,
+                                                      "split": ("d_kv_row", "d_rope")}),
+    "keys that do not know their positions": (
+        "deepseek_v2", "blocks.{i}.attn.hook_k", {"of": ("blocks.{i}.attn.hook_kv_latent", "blocks.{i}.attn.hook_rot_q")}),
+    "scores of latent rows taken for the pattern": ("deepseek_v2", "blocks.{i}.attn.hook_pattern", {"derive": "latent_scores"}),
+    "gate and up of shared experts swapped": ("deepseek_v2", "blocks.{i}.mlp.shared_experts.hook_pre", {"part": 1}),
+    "what all experts give for what the shared ones do": (
+        "deepseek_v2", "blocks.{i}.mlp.shared_experts.hook_out", {"module": "mlp"}),
     "weights of experts for their logits": ("mixtral", "blocks.{i}.mlp.hook_router_logits", {
         "derive": "expert_indices", "helper": "experts", "axes": ("pos", "k")}),
 }

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
-from compare import logit_error, relative_error
+from compare import REFERENCES, logit_error, relative_error
 from safetensors.torch import load_file, save_file
 from test_numbers import mended
 from vlens_cli import families
@@ -19,7 +16,6 @@ from vlens_cli.errors import UsageError
 
 PROMPT = [3, 17, 256, 99, 4, 500, 31, 8, 77, 120]
 POST = "blocks.1.hook_resid_post"
-SCRIPT = Path(__file__).with_name("edit_reference.py")
 
 
 def width(driver, name: str) -> list[int]:
@@ -67,11 +63,8 @@ def by_transformers(folder, tokens, cases, work: Path, fp64: bool) -> dict[str, 
     written = [[{f.name: part(getattr(edit, f.name), f"{n}/{m}/{f.name}") for f in fields(edit)}
                 for m, edit in enumerate(case)] for n, case in enumerate(cases)]
     save_file(tensors, work / "edits.safetensors")
-    job = {"folder": str(folder), "tokens": tokens, "edits": str(work / "edits.safetensors"), "cases": written,
-           "out": str(work / "out.safetensors"), "fp64": fp64}
-    (work / "job.json").write_text(json.dumps(job))
-    done = subprocess.run([sys.executable, str(SCRIPT), str(work / "job.json")], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    REFERENCES.ask("edits", folder=str(folder), tokens=tokens, edits=str(work / "edits.safetensors"), cases=written,
+                   out=str(work / "out.safetensors"), fp64=fp64)
     return load_file(work / "out.safetensors")
 
 

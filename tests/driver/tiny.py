@@ -75,7 +75,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon": {"num_kv_heads": 1, "num_key_value_heads": ...},
     "gpt_oss": {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
     "deepseek_v2": {
-        "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64,
+        "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32,
         "v_head_dim": 64, "n_group": 1, "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_shared_experts": 1,
     },
@@ -91,6 +91,7 @@ VARIANTS = {
     "one_kv": "one key and value head for all query heads",
     "zero_norm": "every seventh entry of every norm weight is zero",
     "bf16": "the same weights rounded to bfloat16",
+    "direct_queries": "queries that are not latent",
     "tokenizer": "with a byte-level BPE tokenizer (pad 0, BOS 1, EOS 2; it prepends BOS) and a chat template",
 }
 ZERO_EVERY = 7
@@ -98,8 +99,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "long": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
                                  "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
     "odd_vocab": {"vocab_size": 500},
+    "direct_queries": {"q_lora_rank": None},
     "one_kv": {"num_key_value_heads": 1},
 }
+# Variants that tests ask of another family than llama.
+OF_FAMILY = {"direct_queries": "deepseek_v2"}
 
 KEEP_SECONDS = 7 * 24 * 3600
 
@@ -156,7 +160,7 @@ def tiny_model(family: str, variant: str | None = None) -> Path:
     else:
         delete_old(cache_folder(), "tiny-*")
         asked = family if variant is None else f"{family}:{variant}"
-        usual = [*FAMILIES, *UNNAMED, *(f"llama:{name}" for name in VARIANTS)]
+        usual = [*FAMILIES, *UNNAMED, *(f"{OF_FAMILY.get(name, 'llama')}:{name}" for name in VARIANTS)]
         command = [sys.executable, __file__, str(out), *dict.fromkeys([asked, *usual])]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:

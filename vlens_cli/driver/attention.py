@@ -1,8 +1,9 @@
-"""Points that the engine never forms, rebuilt from those that it does: attention scores and patterns, and what each head adds.
+"""Points that the engine never forms, rebuilt from those that it does: attention scores and patterns, what each head adds,
+and the keys and values of latent attention.
 
-The engine's kernels keep no [query, key] table and sum the heads inside the output projection. Both are computed when a
-request is taken, from the rows that its taps kept: only the asked heads and query positions, a bounded piece at a time,
-each piece put into its place on the host.
+The engine's kernels keep no [query, key] table, sum the heads inside the output projection, and draw the projection of
+latent keys and values into themselves. All are computed when a request is taken, from the rows that its taps kept: only
+the asked heads and query positions, a bounded piece at a time, each piece put into its place on the host.
 """
 
 from __future__ import annotations
@@ -84,39 +85,107 @@ def _table_reads(point: Point, want: Want) -> tuple[Want, ...]:
     return Want(want.positions, want.heads), Want(heads=tuple(sorted({h // point.kv_group for h in want.heads})))
 
 
-def _scores(point: Point, want: Want, sources: Sequence[Rows]) -> Rows:
-    (q, _), _ = sources
-    lowest = torch.finfo(q.dtype).min
-    return _table(point, want, sources, lambda found, heads, scoring: found.clamp_min(lowest))
+Finish = Callable[[torch.Tensor, torch.Tensor, internals.Scoring], torch.Tensor]
 
 
-def _pattern(point: Point, want: Want, sources: Sequence[Rows]) -> Rows:
-    return _table(point, want, sources, pattern)
+def _unfinished(found: torch.Tensor, heads: torch.Tensor, scoring: internals.Scoring) -> torch.Tensor:
+    return found
 
 
-def _table(point: Point, want: Want, sources: Sequence[Rows],
-           finish: Callable[[torch.Tensor, torch.Tensor, internals.Scoring], torch.Tensor]) -> Rows:
-    """[head, query, key] of what `finish` makes of the scores."""
-    (q, positions), (k, keys) = sources
-    if keys != tuple(range(len(keys))):
+def _attended(finish: Finish) -> Callable[[Point, Want, Sequence[Rows]], Rows]:
+    """The table of queries and keys as the attention kernel gets them."""
+
+    def made(point: Point, want: Want, sources: Sequence[Rows]) -> Rows:
+        q, (k, keys) = sources
+        serving = dict(zip(_table_reads(point, want)[1].heads or range(k.shape[1]), range(k.shape[1]), strict=True))
+        return _table(point, want, q, keys, lambda h: k[:, [serving[h // point.kv_group]]],
+                      point.ranks.scoring(point.module), finish)
+
+    return made
+
+
+def _table(point: Point, want: Want, queries: Rows, keys: Sequence[int], keys_of: Callable[[int], torch.Tensor],
+           scoring: internals.Scoring, finish: Finish) -> Rows:
+    """[head, query, key] of what `finish` makes of the scores, with the dtype's lowest number for -inf; `keys_of` gives a
+    head's keys [key, 1, width] of the positions `keys`."""
+    q, positions = queries
+    if tuple(keys) != tuple(range(len(keys))):
         raise LookupError(f"{point.name} needs the keys of every position, and has {len(keys)} others")
     heads = want.heads or tuple(range(q.shape[1]))
-    serving = dict(zip(_table_reads(point, want)[1].heads or range(k.shape[1]), range(k.shape[1]), strict=True))
     columns = slice(None) if want.dims is None else list(want.dims)
-    out = torch.empty(len(heads), len(q), len(k) if want.dims is None else len(want.dims), dtype=q.dtype)
-    scoring = point.ranks.scoring(point.module)
+    out = torch.empty(len(heads), len(q), len(keys) if want.dims is None else len(want.dims), dtype=q.dtype)
+    lowest = torch.finfo(q.dtype).min
     for n, h in enumerate(heads):
-        head, keys_of = torch.tensor([h], device=q.device), k[:, [serving[h // point.kv_group]]]
+        head, k = torch.tensor([h], device=q.device), keys_of(h)
         for rows in _pieces(len(q), len(k)):
             at = torch.tensor(positions[rows], device=q.device)
-            found = finish(scores(q[rows, [n]], keys_of, head, at, scoring), head, scoring)
-            out[n, rows] = found[0, :, columns].to(out.dtype)
+            found = finish(scores(q[rows, [n]], k, head, at, scoring), head, scoring)
+            out[n, rows] = found[0, :, columns].clamp_min(lowest).to(out.dtype)
     return out, positions
 
 
 def _pieces(rows: int, width: int) -> Iterator[slice]:
     step = max(1, PIECE // max(1, width))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+# Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): one row a position, of which each head's key and value are
+# projections, and one key that turns and serves all heads
+
+
+def _projected(point: Point, kv_b: torch.nn.Module, latent: torch.Tensor, heads: Sequence[int] | None) -> torch.Tensor:
+    """The asked heads' keys without rotation, each with its value behind, [rows, head, d_nope + d_head], of latent rows after
+    their norm."""
+    n_heads, chosen = point.shape[0], slice(None) if heads is None else list(heads)
+    return torch.cat([point.ranks.linear(kv_b, latent[rows]).unflatten(-1, (n_heads, -1))[:, chosen]
+                      for rows in _pieces(len(latent), n_heads * latent.shape[1])])
+
+
+def _latent_reads(point: Point, want: Want) -> tuple[Want, ...]:
+    return (Want(want.positions),) * len(point.of)
+
+
+def _keys_and_values(point: Point, want: Want, sources: Sequence[Rows]) -> Rows:
+    """All of the projection, [pos, head, d_nope + d_head]."""
+    ((latent, positions),) = sources
+    return _cut(_projected(point, point.module, latent, want.heads), want), positions
+
+
+def _value_of_latent(point: Point, want: Want, sources: Sequence[Rows]) -> Rows:
+    ((latent, positions),) = sources
+    return _cut(_projected(point, point.module, latent, want.heads)[..., -point.shape[1] :], want), positions
+
+
+def _key_of_latent(point: Point, want: Want, sources: Sequence[Rows]) -> Rows:
+    (latent, positions), (turned, _) = sources
+    return _cut(_keys(_projected(point, point.module, latent, want.heads), turned, point.shape[1]), want), positions
+
+
+def _keys(projected: torch.Tensor, turned: torch.Tensor, width: int) -> torch.Tensor:
+    """Keys [rows, head, width] of what `_projected` gives: the part that does not turn, then that which all heads share."""
+    turned = turned[:, None].expand(-1, projected.shape[1], -1)
+    return torch.cat([projected[..., : width - turned.shape[-1]], turned], dim=-1)
+
+
+def _latent_table_reads(point: Point, want: Want) -> tuple[Want, ...]:
+    return Want(want.positions, want.heads), Want(), Want()
+
+
+def _of_latent(finish: Finish) -> Callable[[Point, Want, Sequence[Rows]], Rows]:
+    """The table of queries and keys that are made of latent rows."""
+
+    def made(point: Point, want: Want, sources: Sequence[Rows]) -> Rows:
+        q, (latent, keys), (turned, _) = sources
+        projected = _projected(point, point.helper, latent, want.heads)
+        place = {h: n for n, h in enumerate(want.heads or range(point.shape[0]))}
+        return _table(point, want, q, keys, lambda h: _keys(projected[:, [place[h]]], turned, q[0].shape[-1]),
+                      internals.Scoring(internals.latent_scale(point.module)), finish)
+
+    return made
+
+
+def _cut(t: torch.Tensor, want: Want) -> torch.Tensor:
+    return (t if want.dims is None else t[..., list(want.dims)]).cpu()
 
 
 # What each head adds
@@ -150,7 +219,12 @@ class Rebuilding:
 
 
 REBUILD = {
-    "scores": Rebuilding(_table_reads, _scores),
-    "pattern": Rebuilding(_table_reads, _pattern),
+    "scores": Rebuilding(_table_reads, _attended(_unfinished)),
+    "pattern": Rebuilding(_table_reads, _attended(pattern)),
+    "keys_and_values": Rebuilding(_latent_reads, _keys_and_values),
+    "latent_key": Rebuilding(_latent_reads, _key_of_latent),
+    "latent_value": Rebuilding(_latent_reads, _value_of_latent),
+    "latent_scores": Rebuilding(_latent_table_reads, _of_latent(_unfinished)),
+    "latent_pattern": Rebuilding(_latent_table_reads, _of_latent(pattern)),
     "result": Rebuilding(_result_reads, _result),
 }

@@ -59,15 +59,16 @@ class Reference:
     # What is kept
 
     def _keep(self, name: str, value: Tensor) -> None:
-        """A value of a point of this model, [1, pos, width] or [pos, width], in the point's own shape."""
+        """A value of a point of this model, [pos, width] or with axes of one before, in the point's own shape."""
         if name in self._catalog.points:
-            value = value[0] if value.ndim > 2 else value
             shape = [self._catalog.size(axis) for axis in self._catalog.axes(name)[1:]]
-            self.values[name] = value.detach().clone().reshape(len(value), *shape)
+            self.values[name] = value.detach().clone().reshape(value.shape[-2], *shape)
 
     def _module(self, role: str, i: int | None = None) -> nn.Module | None:
         """transformers' module of a role; None where the family, or this layer, has none."""
-        path = self._at.get(role, "")
+        return self._at_path(self._at.get(role, ""), i)
+
+    def _at_path(self, path: str, i: int | None) -> nn.Module | None:
         path = path if i is None or not path else f"{self._at['layers']}.{i}.{path}"
         try:
             return self._model.get_submodule(path) if path else None
@@ -108,12 +109,23 @@ class Reference:
         self._on(self._module("ln2", i) or self._module("mlp_output", i), entry=self._keeps(f"{b}.hook_resid_mid"))
         self._hook_attention(i)
         self._hook_mlp(i)
+        self._hook_named(i)
         for sublayer, role in (("attn", "attn_output"), ("mlp", "mlp_output")):
             added, own = f"{b}.hook_{sublayer}_out", f"{b}.{sublayer}.hook_out"
             module = self._module(role, i) or self._module("attention", i)
             self._on(module, self._keeps(own))
             if self._module("ln1_post" if sublayer == "attn" else "ln2_post", i) is None:
                 self._on(module, self._keeps(added, self._factor(added)))
+
+    def _hook_named(self, i: int) -> None:
+        """What the family's file names besides the roles."""
+        b = f"blocks.{i}"
+        for name, path in self._at.get("outputs", {}).items():
+            self._on(self._at_path(path, i), self._keeps(f"{b}.{name}"))
+        for name, path in self._at.get("inputs", {}).items():
+            self._on(self._at_path(path, i), entry=self._keeps(f"{b}.{name}"))
+        for name, (path, out) in self._at.get("norms", {}).items():
+            self._norm(f"{b}.{name}", self._at_path(path, i), f"{b}.{out}")
 
     def _norm(self, name: str, norm: nn.Module | None, out: str = "") -> None:
         """A norm's output, its divisor, and its centred input over that divisor."""
@@ -192,16 +204,19 @@ class Reference:
 
     def _enter(self, i: int) -> None:
         modelling = sys.modules[type(self._model).__module__]
-        self._softmax, self._rotate = nn.functional.softmax, getattr(modelling, "apply_rotary_pos_emb", None)
-        self._layer = i
+        self._softmax, self._layer = nn.functional.softmax, i
         nn.functional.softmax = self._see_softmax
-        if self._rotate is not None:
-            modelling.apply_rotary_pos_emb = self._see_rotation
+        seen = {"apply_rotary_pos_emb": self._see_rotation}
+        if self._at.get("latent"):
+            seen = {"apply_rotary_emb": self._see_part, "eager_attention_forward": self._see_attended}
+        self._own = {name: getattr(modelling, name) for name in seen if hasattr(modelling, name)}
+        for name in self._own:
+            setattr(modelling, name, seen[name])
 
     def _leave(self) -> None:
         nn.functional.softmax = self._softmax
-        if self._rotate is not None:
-            sys.modules[type(self._model).__module__].apply_rotary_pos_emb = self._rotate
+        for name, function in self._own.items():
+            setattr(sys.modules[type(self._model).__module__], name, function)
 
     def _see_softmax(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         out = self._softmax(x, *args, **kwargs)
@@ -217,7 +232,7 @@ class Reference:
         return out
 
     def _see_rotation(self, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        turned = self._rotate(q, k, *args, **kwargs)
+        turned = self._own["apply_rotary_pos_emb"](q, k, *args, **kwargs)
         for c, value in zip("qk", turned, strict=True):
             name = f"blocks.{self._layer}.attn.hook_rot_{c}"
             # [1, head, pos, width]: where only a part of each head turns, the rest is as it was before.
@@ -226,6 +241,22 @@ class Reference:
             if name in self._catalog.points:
                 self.values[name] = torch.cat([value, before[..., value.shape[-1] :]], dim=-1).clone()
         return turned
+
+    def _see_part(self, q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        """The rotation of what turns of the queries, [1, head, pos, width], and of the one key that does."""
+        turned = self._own["apply_rotary_emb"](q, k, *args)
+        self._keep_heads("rot_q", turned[0])
+        self._keep_heads("rot_k", turned[1])
+        return turned
+
+    def _see_attended(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+        for c, value in (("q", q), ("k", k), ("v", v)):
+            self._keep_heads(c, value)
+        return self._own["eager_attention_forward"](module, q, k, v, *args, **kwargs)
+
+    def _keep_heads(self, c: str, value: Tensor) -> None:
+        """[1, head, pos, width] as a point's value."""
+        self._keep(f"blocks.{self._layer}.attn.hook_{c}", value[0].transpose(0, 1).flatten(1))
 
     def _add_result(self, i: int) -> None:
         z, o = self.values.get(f"blocks.{i}.attn.hook_z"), self._module("o", i)

@@ -316,6 +316,8 @@ def sharding(layer: torch.nn.Module, attribute: str) -> Sharding:
         fused = () if "GptOss" in type(getattr(layer, "routed_experts", layer)).__name__ else (width, width)
         return {"w13_weight": Sharding(1, fused), "w13_bias": Sharding(1, fused), "w2_weight": Sharding(2)}.get(
             attribute, Sharding())
+    if layer_is_whole(layer):
+        return Sharding()
     match layer:
         case QKVParallelLinear():
             kv = layer.num_kv_heads
@@ -328,6 +330,11 @@ def sharding(layer: torch.nn.Module, attribute: str) -> Sharding:
         case RowParallelLinear() if attribute == "weight":
             return Sharding(1)
     return Sharding()
+
+
+def layer_is_whole(layer: torch.nn.Module) -> bool:
+    """Whether a linear layer of a class that is spread over ranks is one that every rank has whole (0.26 to 0.32)."""
+    return bool(getattr(layer, "disable_tp", False))
 
 
 class Cut(NamedTuple):
@@ -343,6 +350,8 @@ def cut(layer: torch.nn.Module) -> Cut:
     """0.26 to 0.32: column-parallel layers gather only where they say so, row-parallel ones sum unless they say not."""
     from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 
+    if layer_is_whole(layer):
+        return Cut()
     match layer:
         case ColumnParallelLinear():
             return Cut(columns=not layer.gather_output)
@@ -453,6 +462,37 @@ def attention_scoring(attention: torch.nn.Module) -> Scoring:
     # A backend writes "no softcap" as None or 0.
     return Scoring(float(impl.scale), getattr(attention, "sliding_window", None), getattr(impl, "logits_soft_cap", None) or None,
                    getattr(impl, "alibi_slopes", None), getattr(impl, "sinks", None))
+
+
+def latent_scale(attention: torch.nn.Module) -> float:
+    """The factor on q.k of a live layer of latent attention (0.32: `MLAAttention`, which has nothing else before the softmax,
+    but for one whose indexer chooses keys). Raises LookupError for that one."""
+    if getattr(attention, "use_sparse", False):
+        raise LookupError("the engine's attention chooses the keys that it looks at")
+    return float(attention.impl.scale)
+
+
+def check_live(layer: torch.nn.Module) -> None:
+    """Raises LookupError for a layer that cannot be run: where AMX multiplies for latent attention, vLLM (0.32) empties
+    the projection of keys and values."""
+    weight = getattr(layer, "weight", None)
+    if weight is not None and not weight.numel():
+        raise LookupError("the engine has packed the projection of keys and values away")
+
+
+def mend_rotation(model: torch.nn.Module) -> None:
+    """Let latent attention rotate by torch's operations where the model runs on a processor.
+
+    0.32: the kernel there takes queries and keys for tensors without gaps, and `MultiHeadLatentAttentionWrapper` gives it
+    the last columns of wider ones. It left the keys and most queries unrotated, and turned other numbers instead: which,
+    the number of rows in the step said. Rotations that are stretched (`DeepseekScalingRotaryEmbedding`) have no kernel.
+    """
+    from vllm.platforms import current_platform
+
+    for module in model.modules() if current_platform.is_cpu() else ():
+        rotary = getattr(module, "rotary_emb", None)
+        if type(module).__name__ == "MultiHeadLatentAttentionWrapper" and rotary is not None:
+            rotary._forward_method = rotary.forward_native
 
 
 def forward_context(config: Any) -> contextlib.AbstractContextManager[None]:

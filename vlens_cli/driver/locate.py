@@ -17,8 +17,11 @@ from vlens_cli.driver.ranks import ALONE, Ranks
 from vlens_cli.families import TOKEN_AXES, Catalog, Row
 
 # Axes that tensor parallelism spreads over the ranks.
-SPREAD_AXES = ("head", "kv_head", "d_mlp")
+SPREAD_AXES = ("head", "kv_head", "d_mlp", "d_shared")
 ELSEWHERE = "another pipeline stage has this layer"
+
+# Roles that points are rebuilt with, and what tells (LookupError) that a live module cannot be used so.
+REBUILDS = {"attention": internals.attention_scoring, "latent": internals.latent_scale, "kv_b": internals.check_live}
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Point:
     read for itself then, and `module` is the one whose formula rebuilds it.
 
     Of a point that is `spread` over tensor-parallel ranks the module's tensors are this rank's part; of `replicas`
-    neighbouring ranks that hold the same heads the first counts. `kv_group` is how many query heads a kv head serves.
+    neighbouring ranks that hold the same heads the first counts. Of an `addend` each rank has one of those that the value
+    is the sum of. `kv_group` is how many query heads a kv head serves.
     """
 
     name: str
@@ -45,11 +49,11 @@ class Point:
     factor: float = 1.0
     helper: torch.nn.Module | None = None
     batch_axis: bool = False
-    parts: int = 1
     of: tuple[str, ...] = ()
     raw_width: int = 0
     ranks: Ranks = ALONE
     spread: bool = False
+    addend: bool = False
     replicas: int = 1
     kv_group: int = 1
 
@@ -86,11 +90,13 @@ class Point:
     def _part(self, t: torch.Tensor) -> torch.Tensor:
         if self.row.interleaved:
             heads = self.shape[0] * self.replicas // self.ranks.tp if self.spread else self.shape[0]
-            return t.unflatten(1, (heads, self.parts, -1))[:, :, self.row.part]
+            return t.unflatten(1, (heads, -1))[:, :, self.columns]
         return t if self.columns is None else t[:, self.columns]
 
     def whole(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """What `tensors` gave, of all ranks: every one of them must ask."""
+        if self.addend:
+            return [self.ranks.sum(t.clone()) for t in tensors]
         return [self.ranks.joined(t, self.replicas) for t in tensors] if self.spread else tensors
 
     def give_back(self, tensors: list[torch.Tensor], whole: list[torch.Tensor]) -> None:
@@ -100,7 +106,7 @@ class Point:
                 t.copy_(self.ranks.part(all_of, self.replicas))
 
     def shaped(self, t: torch.Tensor) -> torch.Tensor:
-        """[rows, width] as a view [rows, *shape]; already so where the parts of a fused output alternate."""
+        """[rows, width] as a view [rows, *shape]; already so where each head has all parts of a fused output."""
         return t if t.shape[1:] == self.shape else t.unflatten(-1, self.shape)
 
     def _argument(self, key: str | int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -143,6 +149,11 @@ class Locator:
             raise LookupError(ELSEWHERE)
         return self._modules[path]
 
+    def has(self, role: str, layer: int | None = None) -> bool:
+        """Whether the live tree has a module of a role, in a layer."""
+        path = self.catalog.spec.modules.get(role)
+        return path is not None and path.replace("{i}", str(layer)) in self._modules
+
     def points(self) -> tuple[dict[str, Point], dict[str, str]]:
         """(located points, refused names -> reason)."""
         found: dict[str, Point] = {}
@@ -165,24 +176,26 @@ class Locator:
     def _point(self, name: str, row: Row, layer: int | None) -> Point:
         if layer is None and not self._has_end(row):
             raise LookupError(ELSEWHERE)
+        whole = row.otherwise in self.catalog.spec.modules and not self.has(row.module, layer)
         try:
-            module = self.module(row.module, layer)
+            module = self.module(row.otherwise if whole else row.module, layer)
         except LookupError as miss:
             elsewhere = str(miss) == ELSEWHERE
             raise LookupError(ELSEWHERE if elsewhere else row.absent or str(miss)) from miss
-        if row.of and row.module == "attention":
-            internals.attention_scoring(module)
+        helper = self.module(row.helper, layer) if row.helper else None
+        for role, found in ((row.module, module), (row.helper, helper)):
+            if row.of and role in REBUILDS:
+                REBUILDS[role](found)
         spec = self.catalog.spec
         if spec.structural and layer is not None and not {"head", "kv_head"}.isdisjoint(row.axes):
             self._check_heads(layer)
         return Point(
-            name, row, layer, module, self._columns(row, layer),
+            name, row, layer, module, None if whole else self._columns(row, layer),
             shape=tuple(self.catalog.size(axis) for axis in row.axes if axis not in TOKEN_AXES), norm=spec.norm,
-            factor=self.catalog.factor(row), helper=self.module(row.helper, layer) if row.helper else None,
-            batch_axis=spec.batch_axis, parts=len(row.split), of=self.catalog.sources(name),
+            factor=self.catalog.factor(row), helper=helper, batch_axis=spec.batch_axis, of=self.catalog.sources(name),
             raw_width=self.catalog.dims.n_experts if row.derive.startswith("expert") else self.catalog.dims.d_model,
             ranks=self.ranks, spread=self.ranks.tp > 1 and not row.of and not set(SPREAD_AXES).isdisjoint(row.axes),
-            replicas=self._replicas if "kv_head" in row.axes else 1,
+            addend=self.ranks.tp > 1 and row.addend, replicas=self._replicas if "kv_head" in row.axes else 1,
             kv_group=max(1, self.catalog.dims.n_heads // self.catalog.dims.n_kv_heads),
         )
 
@@ -194,14 +207,16 @@ class Locator:
         return self.ranks.stage == (0 if ahead else self.ranks.pp - 1)
 
     def _columns(self, row: Row, layer: int | None) -> slice | None:
-        if not row.split or row.interleaved:
+        if not row.split:
             return None
-        widths = [self._width(axis) for axis in row.split]
+        widths = [self._width(axis, row.interleaved) for axis in row.split]
         start = sum(widths[: row.part])
         return slice(start, start + widths[row.part])
 
-    def _width(self, axis: str) -> int:
-        """Columns of an axis on this rank."""
+    def _width(self, axis: str, of_a_head: bool) -> int:
+        """How many columns a part of a fused output has on this rank, or one head's share of it."""
+        if of_a_head:
+            return self.catalog.dims.d_head if axis in ("head", "kv_head") else self.catalog.size(axis)
         per = self.catalog.dims.d_head if axis in ("head", "kv_head") else 1
         over = self.ranks.tp // (self._replicas if axis == "kv_head" else 1) if axis in SPREAD_AXES else 1
         return self.catalog.size(axis) * per // over
@@ -229,14 +244,10 @@ class Locator:
             return str(miss) == ELSEWHERE
         return False
 
-    def of_stage(self, role: str) -> torch.nn.Module | None:
-        """The module of a role outside the blocks; None where it is another stage's."""
-        try:
-            return self.module(role)
-        except LookupError:
-            if self.ranks.pp == 1:
-                raise
-            return None
+    def of_last_stage(self, role: str) -> torch.nn.Module | None:
+        """The module of a role behind the blocks; None where that is another stage's, though some models have one of their own
+        in every stage."""
+        return self.module(role) if self.ranks.stage == self.ranks.pp - 1 else None
 
     def _check_heads(self, layer: int) -> None:
         dims = self.catalog.dims

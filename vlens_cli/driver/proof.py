@@ -76,7 +76,8 @@ class Proof:
         self._logits = logits
         self._tokens = tokens
         self._spec = locator.catalog.spec
-        self._layers = locator.catalog.n_layers
+        self._dims = locator.catalog.dims
+        self._layers = self._dims.n_layers
         self._order = {name: n for n, name in enumerate(locator.catalog.names)}
         self._changed: AbstractSet[str] | None = None
 
@@ -260,8 +261,17 @@ class Proof:
 
     def _attention(self, i: int) -> Iterator[Check]:
         b = f"blocks.{i}.attn"
+        yield from self._latent(i) if "latent" in self._spec.modules else self._heads(i)
+        yield from self._check("the output projection of z = the output of attention",
+                               self._first(f"{b}.hook_out", f"blocks.{i}.hook_attn_out"),
+                               lambda x: self._project("o", i, x.flatten(1)), f"{b}.hook_z", weak=True)
+        yield from self._results(i)
+
+    def _heads(self, i: int) -> Iterator[Check]:
+        """Queries, keys and values of each head, up to z."""
+        b = f"blocks.{i}.attn"
         q, k, v = f"{b}.hook_q", f"{b}.hook_k", f"{b}.hook_v"
-        rot_q, rot_k, z = f"{b}.hook_rot_q", f"{b}.hook_rot_k", f"{b}.hook_z"
+        rot_q, rot_k = f"{b}.hook_rot_q", f"{b}.hook_rot_k"
         yield from self._projection("qkv", i, self._first(f"blocks.{i}.ln1.hook_out", f"blocks.{i}.hook_resid_pre"),
                                     (q, k, v))
         yield from self._head_norms(i)
@@ -269,10 +279,64 @@ class Proof:
             before = self._first(f"{b}.hook_q_normed", q), self._first(f"{b}.hook_k_normed", k)
             yield from self._rotation(i, before, (rot_q, rot_k))
         yield from self._tables(i)
-        yield from self._check("the output projection of z = the output of attention",
-                               self._first(f"{b}.hook_out", f"blocks.{i}.hook_attn_out"),
-                               lambda x: self._project("o", i, x.flatten(1)), z, weak=True)
-        yield from self._results(i)
+
+    def _latent(self, i: int) -> Iterator[Check]:
+        """Latent attention, up to z: of queries that are latent too, in one projection with keys and values, or not."""
+        b, source = f"blocks.{i}.attn", f"blocks.{i}.ln1.hook_out"
+        row, cut = f"{b}.kv_a_proj_with_mqa.hook_out", f"{b}.kv_a_layernorm.hook_in"
+        if self._locator.has("qkv_a", i):
+            queries = f"{b}.q_b_proj.hook_out"
+            yield from self._projection("qkv_a", i, source, (f"{b}.q_a_proj.hook_out", row))
+            yield from self._norm(f"{b}.q_a_layernorm", "q_a_norm", i, f"{b}.q_a_proj.hook_out", f"{b}.hook_q_latent")
+            yield from self._projection("q_b", i, f"{b}.hook_q_latent", (queries,))
+        else:
+            queries = f"{b}.q_proj.hook_out"
+            yield from self._projection("kv_a", i, source, (row,))
+            yield from self._projection("q", i, source, (queries,))
+        yield from self._check("the latent row = the first columns of what it is projected with", cut,
+                               lambda x: x[:, : self._dims.d_latent], row)
+        yield from self._norm(f"{b}.kv_a_layernorm", "kv_a_norm", i, cut, f"{b}.hook_kv_latent")
+        yield from self._latent_rotation(i, queries, row)
+        yield from self._latent_tables(i)
+
+    def _latent_rotation(self, i: int, queries: str, row: str) -> Iterator[Check]:
+        b, still, turning = f"blocks.{i}.attn", self._dims.d_nope, self._dims.d_rope
+        q, rot_q, rot_k = f"{b}.hook_q", f"{b}.hook_rot_q", f"{b}.hook_rot_k"
+        yield from self._check("rot_q = the last part of q", rot_q, lambda x: x[..., still:], q)
+        found = self._at(queries, row, q, rot_k)
+        if found is not None:
+            before, beside, after, key = found
+            turned, turned_key = self._locator.module("rotary", i)(
+                torch.arange(len(before), device=before.device), before[..., still:].clone(), beside[:, None, -turning:].clone())
+            whole = torch.cat([before[..., :still], turned], dim=-1)
+            yield Check((q, queries), "q = the queries, each with its last part rotated", after, whole)
+            yield Check((rot_k, row), "rot_k = the rotation of the last columns beside the latent row", key, turned_key.view(key.shape))
+
+    def _latent_tables(self, i: int) -> Iterator[Check]:
+        """Keys, values, scores and pattern as they are rebuilt, against the z that the engine's kernel made of the same rows."""
+        b = f"blocks.{i}.attn"
+        z, k, v, projected = f"{b}.hook_z", f"{b}.hook_k", f"{b}.hook_v", f"{b}.kv_b_proj.hook_out"
+        scores, pattern = f"{b}.hook_attn_scores", f"{b}.hook_pattern"
+        sources = (f"{b}.hook_q", f"{b}.hook_kv_latent", f"{b}.hook_rot_k")
+        found = self._at(z, *sources)
+        if found is None or not self._matters(z, *sources) or not self._points.keys() >= {k, v, projected, scores, pattern}:
+            return
+        at, heads = torch.arange(len(found[0]), device=found[0].device), torch.arange(found[0].shape[1])
+        scoring = internals.Scoring(internals.latent_scale(self._locator.module("latent", i)))
+        made = {name: self._rebuilt(name).to(at.device) for name in (k, v, projected, scores, pattern)}
+        by_keys = attention.scores(found[1], made[k], heads, at, scoring)
+        for name, what, table in (
+            (pattern, "the pattern", made[pattern]),
+            (scores, "the softmax of the scores", attention.pattern(made[scores].float(), heads, scoring)),
+            (k, "the softmax of q and the keys", attention.pattern(by_keys, heads, scoring)),
+        ):
+            yield Check((z, name, v, *sources), f"{what}, times v = z", found[0], attention.attended(table, made[v]).to(found[0].dtype))
+        yield Check((projected, k, v), "the projection of the latent row = each head's key without rotation, and its value",
+                    made[projected], torch.cat([made[k][..., : self._dims.d_nope], made[v]], -1))
+
+    def _rebuilt(self, name: str) -> torch.Tensor:
+        point = self._points[name]
+        return attention.rebuild(point, Want(), [(self._values[of], tuple(range(len(self._values[of])))) for of in point.of])[0]
 
     def _tables(self, i: int) -> Iterator[Check]:
         """Scores and pattern as they are rebuilt, but in fp32, against the z that the engine's kernel made of the same rows."""
@@ -347,38 +411,45 @@ class Proof:
 
     def _mlp(self, i: int) -> Iterator[Check]:
         b = f"blocks.{i}"
-        pre, linear, post = (f"{b}.mlp.hook_{p}" for p in ("pre", "pre_linear", "post"))
         source = self._first(f"{b}.ln2.hook_out", f"{b}.hook_resid_mid", f"{b}.ln1.hook_out")
-        if self._has(linear):
-            yield from self._projection("gate_up", i, source, (pre, linear))
-            yield from self._check("act(pre) * pre_linear = post", post,
-                                   lambda x, y: self._locator.module("act", i)(torch.cat([x, y], -1)), pre, linear)
-            yield from self._check("post is linear in pre_linear", post,
-                                   lambda x, y: self._locator.module("act", i)(torch.cat([x, 2 * y], -1)) / 2, pre, linear)
-        else:
-            yield from self._projection("up", i, source, (pre,))
-            yield from self._check("act(pre) = post", post, lambda x: self._locator.module("act", i)(x.clone()), pre)
-        yield from self._check("the down projection of post = the output of the MLP",
-                               self._first(f"{b}.mlp.hook_out", f"{b}.hook_mlp_out"),
-                               lambda x: self._project("down", i, x), post, weak=True)
+        yield from self._one_mlp(i, f"{b}.mlp", "", source, self._first(f"{b}.mlp.hook_out", f"{b}.hook_mlp_out"))
+        if "shared" in self._spec.modules:
+            shared = f"{b}.mlp.shared_experts"
+            yield from self._one_mlp(i, shared, "shared_", source, f"{shared}.hook_out")
         yield from self._experts(i, source)
+
+    def _one_mlp(self, i: int, name: str, roles: str, source: str, out: str) -> Iterator[Check]:
+        """An MLP with or without a linear branch; `roles` is what the names of its modules' roles begin with."""
+        pre, linear, post = (f"{name}.hook_{p}" for p in ("pre", "pre_linear", "post"))
+        if self._has(linear):
+            yield from self._projection(f"{roles}gate_up", i, source, (pre, linear))
+            yield from self._check("act(pre) * pre_linear = post", post,
+                                   lambda x, y: self._locator.module(f"{roles}act", i)(torch.cat([x, y], -1)), pre, linear)
+            yield from self._check("post is linear in pre_linear", post,
+                                   lambda x, y: self._locator.module(f"{roles}act", i)(torch.cat([x, 2 * y], -1)) / 2, pre, linear)
+        else:
+            yield from self._projection(f"{roles}up", i, source, (pre,))
+            yield from self._check("act(pre) = post", post, lambda x: self._locator.module(f"{roles}act", i)(x.clone()), pre)
+        yield from self._check("the down projection of post = the output of the MLP", out,
+                               lambda x: self._project(f"{roles}down", i, x), post, weak=True)
 
     def _experts(self, i: int, source: str) -> Iterator[Check]:
         logits, weights, indices = (f"blocks.{i}.mlp.hook_{p}" for p in ("router_logits", "expert_weights", "expert_indices"))
         yield from self._check("router_logits = the router's projection", logits,
                                lambda x: self._project("router", i, x), source)
-        k = self._locator.catalog.dims.n_active
-        yield from self._check("the experts that router_logits choose = mlp_out", f"blocks.{i}.hook_mlp_out",
-                               lambda x, of: self._chosen(i, x, of), source, logits)
+        k, shared = self._dims.n_active, f"blocks.{i}.mlp.shared_experts.hook_out"
+        more = (shared,) if shared in self._values else ()
+        yield from self._check(f"the experts that router_logits choose{', and the shared ones' * len(more)} = mlp_out",
+                               f"blocks.{i}.hook_mlp_out", lambda x, of, *also: self._chosen(i, x, of) + sum(also),
+                               source, logits, *more)
         yield from self._check("the chosen experts have the largest router logits", logits,
                                lambda x, chosen: _chosen_first(x, chosen, k), logits, indices)
         yield from self._check("expert_weights are in proportion to the softmax of router_logits", weights,
                                lambda x, chosen, given: _shares(x, chosen, given), logits, indices, weights)
 
     def _chosen(self, i: int, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """What the experts that the router's logits choose make of x, with those that every position has."""
-        out = self._locator.ranks.sum(internals.experts(self._locator.module("experts", i), x, logits))
-        return out + self._locator.module("shared", i)(x) if "shared" in self._spec.modules else out
+        """What the experts that the router's logits choose make of x."""
+        return self._locator.ranks.sum(internals.experts(self._locator.module("experts", i), x, logits))
 
     def _projection(self, role: str, layer: int, source: str, parts: tuple[str, ...]) -> Iterator[Check]:
         """A fused projection's columns, part by part: a wrong part does not blame the others."""

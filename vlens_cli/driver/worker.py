@@ -58,6 +58,7 @@ class LensWorker(EngineWorker):
         super().load_model(*args, **kwargs)
         internals.prepare_stage(self.model_runner)
         internals.let_attention_be_hooked(self.model_runner.get_model())
+        internals.mend_rotation(self.model_runner.get_model())
         self._ranks = Ranks.of_process()
         self._ranks.prepare()
         self._layouts = structure.layouts(self.model_runner.get_model(), catalog_for(self.model_config.hf_config.to_dict()))
@@ -82,7 +83,7 @@ class LensWorker(EngineWorker):
         asked = self.vllm_config.additional_config.get("vlens")
         self._graph = asked is not None
         self._unembedding = Unembedding(model, self._locator)
-        logits = self._locator.of_stage("logits")
+        logits = self._locator.of_last_stage("logits")
         self._ends = logits is not None
         if self._graph:
             self._taps: Taps = GraphTaps(points, asked["built"], logits, self.device, self._most_tokens(), asked["buffer"])

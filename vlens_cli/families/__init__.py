@@ -17,20 +17,24 @@ A family file holds
     structural  true in the one file for architectures that no other names: its modules are found in the live tree
     layouts     other files, each the same rows over another module tree that the architecture has in other versions
                 of the engine: the first one that the live tree fits is taken
-    [dims]      which config key gives each width, or several of which the first that is there counts; also a number,
-                or a multiple of a width named before it ("4 * d_model")
+    [dims]      which config key gives each width, or several of which the first that is there counts; also a number
+                (0: models of the family may lack it), or sums and products of these and of widths named before it
+                ("4 * d_model", "d_nope + d_rope")
     [modules]   role -> path in the live module tree; {i} is the layer
     [hf]        role -> path in transformers' module tree (within a block where the role is one of a block's), for
                 `vlens doctor --check-hf`: independent of [modules], so that one can be checked against the other;
                 by_head (q, k and v of a fused projection alternate), head_first (head norms see [head, pos, d_head]) and
-                transposed (linear layers keep [in, out]) are flags; `sinks` is a parameter's path
+                transposed (linear layers keep [in, out]), latent (queries, keys and values are seen where the attention
+                gets them, and only parts of them are rotated) are flags; `sinks` is a parameter's path; [hf.outputs] and
+                [hf.inputs] give a block's point -> the module whose it is, [hf.norms] a norm -> its module and its output's
+                point, where no role says it
     [reads]     name -> list of arguments or outputs, for rows that read the stream
     [[row]]     one hook point each: hook, module (a role), `in` or `out` (what is read, or a name of [reads]) or `of`
-                (the hook points of the same layer that it is rebuilt from, or a name of [reads]), axes, meaning; `split`/`part` choose columns of a fused output, whose parts alternate head by head where
+                (the hook points of the same layer that it is rebuilt from, or a name of [reads]), axes, meaning; `split`/`part` choose columns of a fused output, which lie head by head where
                 `interleaved`; `derive` names a formula over what is read, `factor` (a config key or "sqrt(d_model)")
                 and `helper` (a role) are what it needs besides; `absent` is the reason where a layer lacks the module;
-                `before` places an added row in the order of the forward; `otherwise` (structural) is the role that is
-                read where the tree has none of the first
+                `before` places a row, added or moved, in the order of the forward; `otherwise` is the role that is read, whole,
+                where the tree has none of the first; `addend` says that each tensor-parallel rank has one of a sum
     [aliases]   other name -> canonical name
     [refused]   name -> the reason it is not given; takes away a row or alias of that name that `like` brought
 
@@ -41,6 +45,7 @@ Light: no torch, so that the client can check names, layers and heads before any
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -87,9 +92,10 @@ class Row:
     derive   formula over what is read, or ""      factor   what a value is multiplied by on its way, or ""
     of       hook points of the same layer (with {i}) that the value is rebuilt from; nothing is read then
     helper   role of a second module that the formula needs, or ""
-    interleaved  the parts of a split alternate head by head
+    interleaved  each head has all parts of a split, one after the other
     absent   why a layer has no such point, where the module may be missing
     otherwise  role that is read, whole, where the live tree has no module of the first
+    addend   each tensor-parallel rank has one addend of the value
     """
 
     hook: str
@@ -106,11 +112,12 @@ class Row:
     helper: str = ""
     absent: str = ""
     otherwise: str = ""
+    addend: bool = False
     of: tuple[str, ...] = ()
 
     @property
     def editable(self) -> bool:
-        return self.hook in EDITABLE
+        return self.hook in EDITABLE and not self.of
 
     @property
     def derived(self) -> bool:
@@ -147,7 +154,10 @@ class Family:
 
 @dataclass(frozen=True)
 class Dims:
-    """Widths of one model; `n_experts` and `n_active` (experts a token) are 0 where it has no mixture of experts."""
+    """Widths of one model; 0 where it has none: `n_experts` and `n_active` (experts a token) of a mixture of experts,
+    `d_shared` of the experts that every position has; of latent attention `d_q_latent` and `d_latent` of the rows, and of each
+    head's query and key `d_nope` numbers that do not turn, `d_rope` that do, `d_query` together, `d_kv` of its key without
+    rotation and its value, `d_kv_row` of the latent row and the key that turns."""
 
     n_layers: int
     d_model: int
@@ -158,6 +168,14 @@ class Dims:
     d_vocab: int
     n_experts: int = 0
     n_active: int = 0
+    d_shared: int = 0
+    d_q_latent: int = 0
+    d_latent: int = 0
+    d_nope: int = 0
+    d_rope: int = 0
+    d_query: int = 0
+    d_kv: int = 0
+    d_kv_row: int = 0
 
 
 class Catalog:
@@ -410,9 +428,9 @@ def _fields(name: str) -> dict[str, Any]:
     taken = own.get("refused", {})
     rows = [row for row in base["row"] if row["hook"] not in taken]
     for entry in own.get("row", []):
-        hooks = [row["hook"] for row in rows]
-        at = hooks.index(entry["before"]) if "before" in entry else hooks.index(entry["hook"])
-        rows[at : at + (entry["hook"] in hooks)] = [entry]
+        at = [row["hook"] for row in rows].index(entry.get("before", entry["hook"]))
+        rows.insert(at, entry)
+        rows[:] = [row for row in rows if row is entry or row["hook"] != entry["hook"]]
     hooks = {row["hook"] for row in rows}
     aliases = {alias: target for alias, target in {**base["aliases"], **own.get("aliases", {})}.items()
                if alias not in taken and alias not in hooks}
@@ -446,7 +464,7 @@ def _row(family: str, entry: dict[str, Any], fields: dict[str, Any]) -> Row:
         meaning=entry["meaning"],
         split=tuple(entry.get("split", ())),
         of=tuple(of),
-        **{name: entry[name] for name in ("part", "derive", "interleaved", "factor", "helper", "absent", "otherwise") if name in entry},
+        **{name: entry[name] for name in ("part", "derive", "interleaved", "factor", "helper", "absent", "otherwise", "addend") if name in entry},
     )
 
 
@@ -467,10 +485,10 @@ def _dims(family: Family, config: dict[str, Any]) -> Dims:
         found = (_width(key, config, values) for key in keys)
         values[dim] = next((value for value in found if value is not None), None)
     values["n_kv_heads"] = values.get("n_kv_heads") or values["n_heads"]
-    missing = [family.dims[d][0] for d, v in values.items() if d != "d_head" and not _is_width(v)]
+    missing = [family.dims[d][0] for d, v in values.items() if d != "d_head" and not _is_width(v, family.dims[d])]
     if not missing:
         values["d_head"] = values.get("d_head") or values["d_model"] // values["n_heads"]
-        missing = [family.dims[d][0] for d, v in values.items() if not _is_width(v)]
+        missing = [family.dims[d][0] for d, v in values.items() if not _is_width(v, family.dims[d])]
     if missing:
         unknown = f", and no file here describes {config['architectures']}" if family.structural else ""
         raise _bad_config(f"config.json has no usable value of: {', '.join(map(str, missing))}{unknown}")
@@ -480,17 +498,20 @@ def _dims(family: Family, config: dict[str, Any]) -> Dims:
 
 
 def _width(key: str | int, config: dict[str, Any], known: dict[str, Any]) -> Any:
-    """One alternative of a [dims] entry: a number, "4 * d_model" of a width named before it, or a config key."""
+    """One alternative of a [dims] entry: a number, a width named before it, a config key, or sums and products of these.
+    None where one of them is no width."""
     if isinstance(key, int):
         return key
-    times, _, dim = key.partition(" * ")
-    if dim:
-        return int(times) * known[dim] if _is_width(known.get(dim)) else None
-    return config.get(key)
+    for sign, formed in ((" + ", sum), (" * ", math.prod)):
+        if sign in key:
+            parts = [_width(part, config, known) for part in key.split(sign)]
+            return formed(parts) if all(map(_is_width, parts)) else None
+    return int(key) if key.isdecimal() else known.get(key, config.get(key))
 
 
-def _is_width(value: Any) -> bool:
-    return type(value) is int and 1 <= value < 10_000_000
+def _is_width(value: Any, alternatives: tuple[str | int, ...] = ()) -> bool:
+    """Whether a config's value can be a width; 0 only where a family's file says so."""
+    return type(value) is int and (1 <= value < 10_000_000 or (value == 0 and 0 in alternatives))
 
 
 def _bad_config(message: str) -> StartError:

@@ -56,7 +56,7 @@ def why_not(row: Row) -> str:
     if row.hook == LOGITS:
         return f"it is given where {FINAL} is built in"
     if row.interleaved:
-        return "its parts alternate in one tensor"
+        return "its parts lie head by head in one tensor"
     if row.derive in ("scale", "normalized") and not {"head", "kv_head"}.isdisjoint(row.axes):
         return "it is formed head by head"
     if row.derive not in ("", "times_factor", "scale", "normalized", "expert_weights", "expert_indices"):
