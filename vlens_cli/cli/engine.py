@@ -9,7 +9,7 @@ import click
 
 from vlens_cli.cli import options, output, render
 from vlens_cli.errors import EXIT_FAILED, QueryError, UsageError
-from vlens_cli.query import SCHEMA_VERSION, StartQuery
+from vlens_cli.reply import SCHEMA_VERSION
 
 if TYPE_CHECKING:
     from vlens_cli.daemon.runtime import Home
@@ -39,6 +39,7 @@ def start(as_json: bool, as_table: bool, **typed: Any) -> None:
     if typed["no_daemon"] or typed["one_chunk"]:
         raise UsageError("engine start takes neither --no-daemon nor --one-chunk", hint="leave it out")
     from vlens_cli.daemon import client, launch, runtime
+    from vlens_cli.query import StartQuery
 
     from vlens_cli import models
 

@@ -9,11 +9,12 @@ import click
 
 from vlens_cli.cli import complete
 from vlens_cli.errors import UsageError
-from vlens_cli.query import COMPILE_HOOKS, EngineSpec, Interventions
+from vlens_cli.reply import COMPILE_HOOKS
 
 if TYPE_CHECKING:
     from vlens_cli.daemon.client import Asking
     from vlens_cli.models import Model
+    from vlens_cli.query import EngineSpec, Interventions
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -84,6 +85,8 @@ def interventions_of(asked: Any, source_is_read: bool = True) -> Interventions:
     for one that nothing reads.
     """
     if not (asked.expressions or asked.specs or asked.sources or asked.source_tokens):
+        from vlens_cli.query import Interventions
+
         return Interventions()
     from vlens_cli.cli import edits  # not loaded for a command without
 
@@ -100,6 +103,8 @@ def check_interventions(asked: Interventions, catalog: Any) -> None:
 
 def spec(model: Model, typed: Mapping[str, Any]) -> EngineSpec:
     """The engine that the options of `model` and `engine_spec` name; `typed` has them by name. Raises UsageError."""
+    from vlens_cli.query import EngineSpec
+
     return EngineSpec(model=str(model.folder), name=model.name, revision=model.revision,
                       dtype=None if typed["dtype"] == "auto" else typed["dtype"], max_len=typed["max_len"],
                       chunk=typed["chunk"], **_compiled(typed))

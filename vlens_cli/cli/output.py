@@ -14,7 +14,7 @@ import click
 
 from vlens_cli.cli.render import from_here, to_json, visible
 from vlens_cli.errors import PathError, QueryError, UsageError, VlensError
-from vlens_cli.query import SCHEMA_VERSION, Saved
+from vlens_cli.reply import SCHEMA_VERSION, Saved
 from vlens_cli.units import size_text
 
 

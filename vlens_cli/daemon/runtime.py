@@ -18,12 +18,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vlens_cli import __version__, env
 from vlens_cli.errors import StartError
 from vlens_cli.models.folder import stamps
-from vlens_cli.query import EngineSpec
+
+if TYPE_CHECKING:
+    from vlens_cli.query import EngineSpec
 
 # sun_path holds 108 bytes with its end.
 LONGEST_SOCKET = 106

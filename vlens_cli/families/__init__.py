@@ -43,10 +43,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vlens_cli.errors import BugError, StartError
 
@@ -76,8 +75,10 @@ _AXIS_DIMS = {"head": "n_heads", "kv_head": "n_kv_heads", "expert": "n_experts",
 TOKEN_AXES = ("pos", "query", "key")
 
 
-@dataclass(frozen=True)
-class Row:
+# Named tuples: a dataclass takes a millisecond to make, and every client waits for each.
+
+
+class Row(NamedTuple):
     """One hook point of a family.
 
     hook     name with {i} for the layer       module   role in the family's module table
@@ -118,8 +119,7 @@ class Row:
         return bool(self.derive) or len(self.inputs) + len(self.outputs) > 1
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """One family file, with what it inherits."""
 
     name: str
@@ -145,8 +145,7 @@ class Family:
     layouts: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Dims:
+class Dims(NamedTuple):
     """Widths of one model; `n_experts` and `n_active` (experts a token) are 0 where it has no mixture of experts."""
 
     n_layers: int
@@ -175,7 +174,7 @@ class Catalog:
 
     def over(self, layout: Family) -> Catalog:
         """The same model's points in another of its family's module trees."""
-        return Catalog(replace(layout, name=self.family), self.dims, self._config)
+        return Catalog(layout._replace(name=self.family), self.dims, self._config)
 
     @cached_property
     def points(self) -> dict[str, tuple[Row, int | None]]:
