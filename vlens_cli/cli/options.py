@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     from vlens_cli.query import EngineSpec, Interventions
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+LITERAL = "vlens_cli.literal"
+
+
+class PromptCommand(click.Command):
+    """A command that remembers how many of its arguments stood after `--`; those are text, whatever they look like."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[LITERAL] = len(args) - args.index("--") - 1 if "--" in args else 0
+        return super().parse_args(ctx, args)
 
 
 def together(*options: Decorator) -> Decorator:
