@@ -39,13 +39,16 @@ NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 # One process of Python for a block: the sources of its statements in, what each printed out.
 CONSOLE = """
-import contextlib, io, json, sys
+import contextlib, io, json, os, sys
+# An engine in this process may say something.
+answer = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
 names, shown = {}, []
 for source in json.load(sys.stdin):
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec(compile(source, "<readme>", "single"), names)
     shown.append(out.getvalue())
-json.dump(shown, sys.stdout)
+json.dump(shown, answer)
 """
 
 
