@@ -69,7 +69,7 @@ def status(as_json: bool, as_table: bool) -> None:
         sys.exit(EXIT_FAILED)
 
 
-@command.command("sleep")
+@command.command("sleep", short_help="Move weights to the host's memory until the next query.")
 @options.running
 def sleep(model: str | None) -> None:
     """Move the weights of the engines of a model, or of all, to the host's memory; the next query wakes them.
@@ -90,7 +90,7 @@ def sleep(model: str | None) -> None:
                if freed else "no engine runs")
 
 
-@command.command("stop")
+@command.command("stop", short_help="Stop engines, and wait until their processes are gone.")
 @options.running
 def stop(model: str | None) -> None:
     """Stop the engines of a model, or all of them, and wait until their processes are gone.
@@ -109,7 +109,7 @@ def stop(model: str | None) -> None:
     output.say(f"stopped {len(pids)} engine{'s' * (len(pids) != 1)}: pid {', '.join(pids)}" if pids else "no engine runs")
 
 
-@command.command("log")
+@command.command("log", short_help="What the newest engine said.")
 @options.running
 @click.option("-n", "--lines", type=click.IntRange(min=1), default=100, metavar="N", help="Last lines. Default: 100.")
 @click.option("--path", "only_path", is_flag=True, help="Print the log's path alone.")

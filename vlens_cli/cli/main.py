@@ -52,7 +52,11 @@ def cli(ctx: click.Context) -> None:
 
     \b
     vlens capture --hook blocks.3.hook_resid_post "The Eiffel Tower is in"
-    vlens hooks
+    vlens patch -i 'blocks.8.hook_resid_post[pos=1] = @source' --source "Rome is in" "Paris is in"
+    vlens logits --lens --pos -1 "The Eiffel Tower is in the city of"
+    vlens param blocks.0.attn.W_Q
+
+    `vlens COMMAND --help` begins with examples of each.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
