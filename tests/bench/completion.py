@@ -25,6 +25,7 @@ VLENS = [sys.executable, "-m", "vlens_cli"]
 ASKED = 0.15
 # What stands on the line when TAB is pressed; {folder} is the model's.
 KINDS = {
+    "commands": "vlens ",
     "command": "vlens ca",
     "option": "vlens capture --h",
     "hook of the engine": "vlens capture --hook blocks.3.hook_resid_p",

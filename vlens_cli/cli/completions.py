@@ -10,7 +10,7 @@ from vlens_cli.cli import output
 SHELLS = {"bash": "vlens.bash", "zsh": "_vlens", "fish": "vlens.fish"}
 
 
-@click.command("completions", short_help="The script with which a shell completes vlens.")
+@click.command("completions")
 @click.argument("shell", type=click.Choice(list(SHELLS)))
 def command(shell: str) -> None:
     """The completion script for SHELL, which asks vlens at each TAB.

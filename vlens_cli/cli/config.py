@@ -12,7 +12,7 @@ from vlens_cli.errors import UsageError
 from vlens_cli.reply import SCHEMA_VERSION
 
 
-@click.command("config", short_help="The settings in force, and where each comes from.")
+@click.command("config")
 @click.argument("key", required=False, metavar="[KEY]", shell_complete=complete.words(*env.KEYS))
 @options.output_format
 def command(key: str | None, as_json: bool, as_table: bool) -> None:

@@ -40,7 +40,7 @@ class Finding(NamedTuple):
     mend: str = ""
 
 
-@click.command("doctor", short_help="What keeps vlens from answering, and what mends it.")
+@click.command("doctor")
 @click.argument("named", required=False, metavar="[MODEL]", shell_complete=complete.model)
 @click.option("--check-hf", is_flag=True, help="Compare every hook point of the model with transformers, in float32.")
 @options.model

@@ -96,7 +96,7 @@ class Typed(NamedTuple):
     no_daemon: bool
 
 
-@click.command("logits", cls=LogitsCommand, short_help="What the model predicts at each position, and why.")
+@click.command("logits", cls=LogitsCommand)
 @options.prompts
 @click.option("--pos", metavar="ITEMS", help='Positions: -1, 3:6, "Eiffel" (the tokens that cover it). Default: all.')
 @click.option("--top", type=click.IntRange(min=0), default=5, show_default=True, metavar="K",

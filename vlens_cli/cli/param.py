@@ -43,7 +43,7 @@ class Typed(NamedTuple):
     no_daemon: bool
 
 
-@click.command("param", short_help="Weights, by any of their names.")
+@click.command("param")
 @click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=complete.weight)
 @click.option("--list", "pattern", is_flag=False, flag_value="*", metavar="[PATTERN]", shell_complete=complete.weight,
               help="List the weights whose names match, with shape, dtype and where they are; all without a PATTERN.")

@@ -56,7 +56,7 @@ class Typed(NamedTuple):
     no_daemon: bool
 
 
-@click.command("patch", cls=options.PromptCommand, short_help="What changes if a value is another; sweeps.")
+@click.command("patch", cls=options.PromptCommand)
 @options.prompts
 @options.interventions
 @click.option("--target", "targets", multiple=True, metavar="TEXT",
