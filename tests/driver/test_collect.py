@@ -157,6 +157,27 @@ def test_what_is_written_can_be_narrower(opened, tmp_path):
         assert torch.equal(mine[POST], alone(one, record)[POST].bfloat16())
 
 
+def test_what_a_dtype_does_not_hold_is_refused(opened, tmp_path, monkeypatch):
+    one, records = opened(), prompts([9, 30])
+    large = Interventions((f"{POST}[pos=4][dim=7] = 65520",))
+    with pytest.raises(QueryError, match=f"{POST} has values that float16 does not hold: beyond 65504"):
+        collect(one, tmp_path / "out", records, interventions=large, save_dtype="float16")
+    assert not list((tmp_path / "out").iterdir())
+    collect(one, tmp_path / "out", records, interventions=large, save_dtype="bfloat16")
+    assert read(tmp_path / "out")[0][POST][4, 7] == 65536
+    query = CaptureQuery(tuple(Prompt(tokens=tuple(r["tokens"])) for r in records), (POST,), interventions=large,
+                         save_dtype="float16")
+    for rows in (10**6, 0):
+        monkeypatch.setattr(answerer, "ROWS_BESIDE_FILE", rows)
+        with tempfile.TemporaryFile() as file, pytest.raises(QueryError, match="float16 does not hold"):
+            one.answer(query, lambda text: None, file)
+    # The largest number that there is, and what is infinite by itself.
+    for value in ("65504", "inf"):
+        edits = Interventions((f"{POST}[pos=4][dim=7] = {value}",), allow_nan=True)
+        collect(one, tmp_path / value, records, interventions=edits, save_dtype="float16")
+        assert read(tmp_path / value)[0][POST][4, 7] == float(value)
+
+
 def test_interventions_hold_in_every_prompt(opened, tmp_path):
     one, records = opened("tokenizer"), prompts([9, 9, 9])
     edits = Interventions(("blocks.1.hook_resid_post[pos=2] = @source", "blocks.0.hook_mlp_out *= 0.5",
