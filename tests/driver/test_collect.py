@@ -210,6 +210,18 @@ def unwatched(one: session.Session) -> None:
     one.watch(lambda: False, lambda: None, lambda: False)
 
 
+def test_no_prompt_is_cut_in_two_by_those_beside_it(opened, tmp_path):
+    one, records = opened(chunk=64), prompts([40, 30, 33, 31, 64, 2, 62, 7, 9, 100, 25] * 3)
+    ended = []
+    stream = one.stream
+    one.stream = lambda *args: (ended.append(pair[1].chunks) or pair for pair in stream(*args))
+    collect(one, tmp_path / "out", records, *RESID)
+    assert sorted(ended) == [1] * 30 + [2] * 3
+    for record, mine in zip(records, read(tmp_path / "out"), strict=True):
+        for name, want in alone(one, record, RESID).items():
+            assert torch.equal(mine[name], want), (name, len(record["tokens"]))
+
+
 def test_broken_off_and_resumed_it_is_what_an_unbroken_run_gives(opened, tmp_path, monkeypatch, small_steps):
     one, records = opened(chunk=64), prompts()
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -246,6 +258,21 @@ def test_a_folder_that_holds_another_capture_is_not_gone_on_with(opened, tmp_pat
             collect(one, out, asked.pop("records"), *asked.pop("hooks"), resume=True, **asked)
     with shards.Folder(str(out), "other"), pytest.raises(PathError, match="another capture is writing"):
         collect(one, out, records, resume=True)
+
+
+def test_what_has_a_shards_name_is_not_written_over(opened, tmp_path):
+    one, records, out = opened(), prompts([5, 9]), tmp_path / "out"
+    out.mkdir()
+    name = "capture-00001-of-00001.safetensors"
+    (out / name).write_text("no shard")
+    with pytest.raises(PathError, match="already holds a capture"):
+        collect(one, out, records)
+    assert (out / name).read_text() == "no shard"
+    (out / name).unlink()
+    (out / name).mkdir()
+    with pytest.raises(QueryError, match="Is a directory") as caught:
+        collect(one, out, records, resume=True)
+    assert "make room" not in caught.value.hint and [path.name for path in out.iterdir()] == [name]
 
 
 def test_a_bad_prompt_in_the_middle_is_named_before_anything_runs_or_left_out(opened, tmp_path, monkeypatch):

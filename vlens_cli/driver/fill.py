@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -75,7 +76,8 @@ class Filling:
             if error.code == "output_failed":
                 # The outlet knows files by their descriptors alone.
                 error.message += f": {self._of.query.folder}"
-                error.hint = "make room; --resume goes on with what is finished"
+                full = getattr(error.__cause__, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+                error.hint = f"{'make room; ' * full}--resume goes on with what is finished"
             raise
         finally:
             self._outlet.drop()
