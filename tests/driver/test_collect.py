@@ -16,6 +16,7 @@ from engines import capture
 from safetensors import safe_open
 from test_numbers import spread
 from vlens_cli.driver import capture as answerer
+from vlens_cli.driver import collect as collector
 from vlens_cli.driver import fill, outlet, session, shards
 from vlens_cli.errors import PathError, PromptError, QueryError, UsageError
 from vlens_cli.query import CaptureQuery, CollectQuery, EngineSpec, Interventions, Prompt
@@ -299,6 +300,25 @@ def test_what_does_not_fit_is_refused_before_the_engine(opened, tmp_path, monkey
     monkeypatch.setattr(one, "driver", lambda progress: pytest.fail("an engine was asked"))
     with pytest.raises(UsageError, match=f"takes 7.2 kB, and {says}"):
         collect(one, tmp_path / "out", prompts([9, 5]), max_bytes=most)
+
+
+@pytest.mark.parametrize("what", ["the prompts", "the offsets", "the index"])
+def test_a_disk_that_is_full_at_another_moment(opened, tmp_path, monkeypatch, what):
+    one, records = opened(), prompts([5, 9])
+
+    def full(*args, **more):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    where = {"the prompts": (collector.Collection, "_take_in"), "the offsets": (shards.os, "pwrite"),
+             "the index": (shards.Folder, "write_index")}[what]
+    monkeypatch.setattr(*where, full)
+    with pytest.raises(QueryError) as caught:
+        collect(one, tmp_path / "out", records)
+    monkeypatch.undo()
+    assert caught.value.message == f"this folder could not be written, No space left on device: {tmp_path / 'out'}"
+    assert caught.value.hint == "make room; --resume goes on with what is finished"
+    assert not list((tmp_path / "out").glob(".*"))
+    assert collect(one, tmp_path / "out", records, resume=True)["n_resumed"] == (2 if what == "the index" else 0)
 
 
 def test_a_full_disk_leaves_nothing_half_written(opened, tmp_path, monkeypatch):

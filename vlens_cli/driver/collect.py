@@ -63,8 +63,12 @@ def answer(session: Session, query: CollectQuery, progress: Progress, into: Bina
     """Raises UsageError before any engine starts, StartError, QueryError."""
     if into is None:
         raise QueryError("a collection of prompts comes through a file, and none came", code="bad_frame")
-    with Folder(query.folder, query.token) as folder, tempfile.TemporaryFile(dir=query.folder) as kept:
-        return Collection(session, query, progress, folder).answer(into, kept)
+    folder = Folder(query.folder, query.token)
+    try:
+        with folder, tempfile.TemporaryFile(dir=query.folder) as kept:
+            return Collection(session, query, progress, folder).answer(into, kept)
+    except OSError as fault:
+        raise folder.not_written(fault) from fault
 
 
 class Collection:

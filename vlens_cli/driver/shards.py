@@ -197,6 +197,12 @@ class Folder:
     def __exit__(self, *fault: object) -> None:
         os.close(self._lock)
 
+    def not_written(self, fault: OSError) -> QueryError:
+        """What to raise when the folder is full, or gone."""
+        full = fault.errno in (errno.ENOSPC, errno.EDQUOT)
+        return QueryError(f"this folder could not be written, {fault.strerror}: {self.path}", code="output_failed",
+                          hint=f"{'make room; ' * full}--resume goes on with what is finished")
+
     def draft(self, name: str) -> Path:
         return self.path / f".{name}.{self._token}{DRAFT_END}"
 
