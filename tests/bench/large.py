@@ -4,8 +4,9 @@ asserts.
 
     large.py [--model demo] [--prompts 300] [--many 2000] [--turns 2] [--parts rates,transformers,memory,linear]
 
-  rates         PROMPTS prompts of 5 to 200 tokens, in one process and one engine, in turn: `LLM.generate(max_tokens=1)`
-                without capture; all hook_resid_post into shards; the same with --reduce last. tokens/s, ratios of medians
+  rates         PROMPTS prompts of 5 to 200 tokens, in turn: `LLM.generate(max_tokens=1)` of a plain vLLM process with the
+                same arguments and environment, all prompts in one call; whole commands, through the resident engine, of all
+                hook_resid_post into shards, and the same with --reduce last. tokens/s, ratios of medians
   transformers  the same prompts in a process of their own: batches by length, padded, `output_hidden_states`, to disk
   memory        MANY prompts through the resident engine: its anonymous memory (RssAnon) while they run, over that when idle
   linear        100 tokens a prompt, from 1,000 to 100,000 tokens, on a model of four small layers: seconds a thousand tokens;
@@ -34,6 +35,25 @@ from warm_query import VLENS, timed
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "driver")]
 RESID = "blocks.*.hook_resid_post"
+
+# argv: settings. A line of stdin is a file of prompts; a line of stdout is how many seconds they took.
+PLAIN = """
+import json, os, sys, time
+settings = json.loads(sys.argv[1])
+os.environ.update(settings["environment"])
+for name in settings["hidden"]:
+    sys.modules[name] = None
+out = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+from vllm import LLM, SamplingParams
+llm = LLM(**settings["arguments"])
+params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+for line in sys.stdin:
+    prompts = [{"prompt_token_ids": json.loads(one)["tokens"]} for one in open(line.strip())]
+    began = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    print(time.perf_counter() - began, file=out, flush=True)
+"""
 
 # argv: the model's folder, the file of prompts, a folder for the results.
 TRANSFORMERS = """
@@ -118,32 +138,41 @@ def collected(one: Any, prompts: Path, out: Path, hooks: tuple[str, ...] = (RESI
 
 
 def rates(asked: argparse.Namespace, folder: Path) -> None:
-    one, prompts = opened(asked.model), folder / "prompts.jsonl"
-    from vllm import SamplingParams
-
+    environment = os.environ | {"VLENS_RUNTIME": f"{folder}/run", "VLENS_MODEL": asked.model, "PYTHONPATH": str(ROOT)}
+    prompts = folder / "prompts.jsonl"
     n_tokens = write_prompts(prompts, lengths_of(asked.prompts))
-    ids = [{"prompt_token_ids": json.loads(line)["tokens"]} for line in prompts.read_text().splitlines()]
-    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    plain = subprocess.Popen([sys.executable, "-c", PLAIN, json.dumps(settings_of(asked.model))], text=True, cwd=ROOT,
+                             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
-    def plain() -> float:
-        began = time.perf_counter()
-        one._driver._llm.generate(ids, params, use_tqdm=False)
-        return time.perf_counter() - began
+    def generated(file: Path) -> float:
+        plain.stdin.write(f"{file}\n")
+        plain.stdin.flush()
+        return float(plain.stdout.readline())
 
-    runs = {"plain": plain, "to disk": lambda: collected(one, prompts, folder / "all"),
-            "reduce last": lambda: collected(one, prompts, folder / "last", reduce="last")}
+    def captured(file: Path, *options: str) -> float:
+        shutil.rmtree(folder / "out", ignore_errors=True)
+        return timed([*VLENS, "capture", "--json", "--hook", RESID, "-f", str(file), "-o", f"{folder}/out/", *options],
+                     environment)[0]
+
+    runs = {"plain": lambda file: generated(file), "to disk": lambda file: captured(file),
+            "reduce last": lambda file: captured(file, "--reduce", "last")}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    write_prompts(folder / "few.jsonl", [100] * 8)
-    collected(one, folder / "few.jsonl", folder / "few")
-    for turn in range(asked.turns):
-        for name in list(runs) if turn % 2 == 0 else reversed(runs):
-            seconds[name].append(runs[name]())
-    written = sum(path.stat().st_size for path in (folder / "all").iterdir())
-    one.close()
+    try:
+        write_prompts(folder / "few.jsonl", [100] * 8)
+        for run in runs.values():
+            run(folder / "few.jsonl")
+        for turn in range(asked.turns):
+            for name in list(runs) if turn % 2 == 0 else reversed(runs):
+                seconds[name].append(runs[name](prompts))
+                print(f"  {name} {seconds[name][-1]:.2f} s", file=sys.stderr)
+    finally:
+        plain.stdin.close()
+        plain.wait(60)
+        timed([*VLENS, "engine", "stop"], environment)
     median = {name: statistics.median(found) for name, found in seconds.items()}
-    print(f"{asked.prompts} prompts, {n_tokens} tokens, {written / 1e6:.0f} MB to disk")
+    print(f"{asked.prompts} prompts, {n_tokens} tokens, {asked.turns} runs each")
     for name, found in median.items():
-        print(f"  {name:12} {n_tokens / found:8.0f} tokens/s, {median['plain'] / found:.2f} of plain")
+        print(f"  {name:12} {n_tokens / found:8.0f} tokens/s, {median['plain'] / found:.2f} of plain", flush=True)
 
 
 def transformers(asked: argparse.Namespace, folder: Path) -> None:

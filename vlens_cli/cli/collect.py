@@ -35,7 +35,11 @@ def run(asked: Typed, check: Callable[[CollectQuery, dict[str, Any]], None], as_
     try:
         with _spool(folder) as spool:
             skipped: list[str] = []
-            count = _write(spool, asked, skipped)
+            try:
+                count = _write(spool, asked, skipped)
+            except OSError as fault:
+                raise QueryError(f"the prompts do not go into this folder, {fault.strerror}: {folder}", hint="make room",
+                                 code="output_failed") from fault
             query = CollectQuery(
                 count=count, folder=str(folder), token=os.urandom(6).hex(), hooks=asked.hooks, pos=asked.pos, head=asked.head,
                 dim=asked.dim, chat=asked.chat, system=asked.system, bos=asked.bos, save_dtype=asked.save_dtype,

@@ -163,6 +163,8 @@ def folder(name: str) -> Path:
     path = Path(os.path.realpath(name))
     if not path.parent.is_dir():
         raise PathError(f"there is no such folder: {path.parent}", hint=f"mkdir -p '{path.parent}'")
+    if path.exists() and not path.is_dir():
+        raise PathError(f"this is a file, and -o NAME/ means a folder: {path}", hint="leave out the slash, or name another")
     try:
         path.mkdir(exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
