@@ -8,7 +8,8 @@ asserts.
                 same arguments and environment, all prompts in one call; whole commands, through the resident engine, of all
                 hook_resid_post into shards, and the same with --reduce last. tokens/s, ratios of medians
   transformers  the same prompts in a process of their own: batches by length, padded, `output_hidden_states`, to disk
-  memory        MANY prompts through the resident engine: its anonymous memory (RssAnon) while they run, over that when idle
+  memory        MANY prompts through the resident engine: its anonymous memory (RssAnon) while they run, over that when idle;
+                then a hundred of them alone, one command each: the largest relative error of a whole tensor and of a row
   linear        100 tokens a prompt, from 1,000 to 100,000 tokens, on a model of four small layers: seconds a thousand tokens;
                 and with one hook point asked of the hundreds that exist
 """
@@ -209,12 +210,44 @@ def memory(asked: argparse.Namespace, folder: Path) -> None:
                            environment)
         over.set()
         watcher.join()
+        errors = against_alone(prompts, folder, environment, asked.many)
     finally:
         timed([*VLENS, "engine", "stop"], environment)
     written = sum(path.stat().st_size for path in (folder / "many").iterdir())
     print(f"{asked.many} prompts, {n_tokens} tokens, {written / 1e9:.1f} GB in {seconds:.0f} s: RssAnon {idle / 1e6:.0f} MB "
           f"idle, at most {(max(seen) - idle) / 1e6:+.0f} MB while they ran")
+    print(f"  {errors}", flush=True)
     shutil.rmtree(folder / "many")
+
+
+def against_alone(prompts: Path, folder: Path, environment: dict[str, str], count: int) -> str:
+    """What differs between a hundred of the prompts, each asked alone, and their rows in the shards."""
+    from safetensors import safe_open
+
+    ids = [json.loads(line)["tokens"] for line in prompts.read_text().splitlines()]
+    index = json.loads((folder / "many" / "capture.safetensors.index.json").read_text())
+    keys = [key for key in index["weight_map"] if key.endswith("/tokens")]
+    runs = sorted(tuple(map(int, key.partition("/")[0].split(":"))) for key in keys)
+    in_order = [n for first, stop in runs for n in range(first, stop)] == list(range(count))
+    sample = {*random.Random(2).sample(range(count), 100)}
+    whole = row = 0.0
+    same = in_order and index["metadata"]["n_prompts"] == count
+    for first, stop in runs:
+        run = f"{first}:{stop}"
+        with safe_open(folder / "many" / index["weight_map"][f"{run}/tokens"], "pt") as shard:
+            offsets, tokens = shard.get_tensor(f"{run}/offsets").tolist(), shard.get_tensor(f"{run}/tokens").tolist()
+            same &= tokens == [token for n in range(first, stop) for token in ids[n]]
+            for n in sorted(sample & {*range(first, stop)}):
+                timed([*VLENS, "capture", "--json", "--hook", RESID, "--tokens", ",".join(map(str, ids[n])), "-o",
+                       f"{folder}/alone.safetensors"], environment)
+                with safe_open(folder / "alone.safetensors", "pt") as alone:
+                    for name in alone.keys():
+                        want = alone.get_tensor(name).double()
+                        off = shard.get_slice(f"{run}/{name}")[offsets[n - first] : offsets[n - first + 1]].double() - want
+                        whole = max(whole, float(off.norm() / want.norm()))
+                        row = max(row, float((off.norm(dim=-1) / want.norm(dim=-1)).max()))
+    return (f"{'each prompt once and in order' if same else 'PROMPTS ARE MISSING OR OUT OF ORDER'}; {len(sample)} of them alone, "
+            f"all layers: off by at most {whole:.1e} of a tensor, {row:.1e} of a row")
 
 
 def anonymous(pid: int) -> int:

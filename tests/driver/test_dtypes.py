@@ -34,6 +34,15 @@ def bound(name: str, dtype: torch.dtype) -> float:
     return ENLARGED * torch.finfo(dtype).eps * blocks**0.5
 
 
+def by_point(errors: dict[str, float]) -> dict[str, float]:
+    """The largest error of any layer."""
+    found: dict[str, float] = {}
+    for name, error in errors.items():
+        point = re.sub(r"^blocks\.\d+", "blocks.*", name)
+        found[point] = max(error, found.get(point, 0.0))
+    return found
+
+
 class Watched:
     """What the modules of a driver's points give, kept by hooks of the test's own: name -> tensor, of the next forward."""
 
@@ -81,8 +90,9 @@ def test_a_smaller_dtype_is_as_far_off_as_it_explains(engines, tiny, family, dty
     over = {name: error / bound(name, getattr(torch, dtype)) for name, error in errors.items()}
     worst = max(over, key=over.get)
     with capsys.disabled():
-        print(f"\n{family} in {dtype}: {len(errors)} points, the worst {worst} off by {errors[worst]:.1e}, {over[worst]:.2f} of its bound",
-              end="")
+        print(f"\n{family} in {dtype}: {len(errors)} points, the worst {worst} off by {errors[worst]:.1e}, {over[worst]:.2f} of its bound")
+        for point, error in by_point(errors).items():
+            print(f"  {point:45} {error:.1e}")
     chosen = family in EXPERTS and any(not torch.equal(got[n].sort().values.long(), want[n].sort().values.long())
                                        for n in got if n.endswith("expert_indices"))
     assert chosen or over[worst] <= 1

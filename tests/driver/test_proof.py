@@ -52,8 +52,8 @@ WRONG_ELSEWHERE = {
     "the key that turns before it has": (
         "deepseek_v2", "blocks.{i}.attn.hook_rot_k", {"module": "qkv_a", "inputs": (), "outputs": (0,), "part": 1,
                                                       "split": ("d_kv_row", "d_rope")}),
-    "keys that do not know their positions": (
-        "deepseek_v2", "blocks.{i}.attn.hook_k", {"of": ("blocks.{i}.attn.hook_kv_latent", "blocks.{i}.attn.hook_rot_q")}),
+    "keys with their values behind": (
+        "deepseek_v2", "blocks.{i}.attn.hook_k", {"of": ("blocks.{i}.attn.hook_kv_latent",), "derive": "keys_and_values"}),
     "scores of latent rows taken for the pattern": ("deepseek_v2", "blocks.{i}.attn.hook_pattern", {"derive": "latent_scores"}),
     "gate and up of shared experts swapped": ("deepseek_v2", "blocks.{i}.mlp.shared_experts.hook_pre", {"part": 1}),
     "what all experts give for what the shared ones do": (
