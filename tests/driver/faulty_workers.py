@@ -37,6 +37,22 @@ class MissingReplica(MissingPart):
     missing = "blocks.2.hook_mlp_out"
 
 
+class FailsAtSeven(LensWorker):
+    """Rank 1 cannot read prompts of seven tokens."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if self._ranks.at == 1:
+            read = self._taps._read
+
+            def reading(point: Any, asking: Any, *call: Any) -> None:
+                if any(segment.stop - segment.start == 7 for _, segment in asking):
+                    raise LookupError("seven")
+                read(point, asking, *call)
+
+            self._taps._read = reading
+
+
 class Reversed(LensWorker):
     """Parts are joined the wrong way round."""
 
