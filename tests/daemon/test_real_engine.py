@@ -46,7 +46,7 @@ class Engine:
 
     def run(self, *args: str) -> dict:
         done = self.start(*args)
-        out, err = done.communicate(timeout=120)
+        out, err = done.communicate(timeout=300)
         assert done.returncode == 0, err
         return json.loads(out)
 
@@ -244,5 +244,5 @@ def test_a_script_without_a_main_guard_may_open_a_driver(engine):
         "    out = driver.forward([3, 4, 5], capture=['blocks.1.hook_out'])\n"
         "print(tuple(out.captured['blocks.1.hook_out'].shape))\n"
     )
-    done = subprocess.run([sys.executable, str(script)], env=engine.environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, str(script)], env=engine.environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, "(1, 3, 128)\n"), done.stderr

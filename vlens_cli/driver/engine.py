@@ -11,6 +11,7 @@ import torch
 from vlens_cli.driver import boot, internals, workers
 from vlens_cli.driver.base import Captured, Request, Result, Want
 from vlens_cli.driver.outlet import Slot
+from vlens_cli.driver.quiet import engine_output
 from vlens_cli.errors import LOG_HINT, QueryError, StartError, UsageError
 from vlens_cli.families import Catalog
 from vlens_cli.query import EngineSpec
@@ -79,7 +80,8 @@ class Engine:
             return
         if not self.died:
             self._call("vlens_drop")
-        boot.shut_down(self._llm)
+        with engine_output():
+            boot.shut_down(self._llm)
         self._llm = None
 
     def _generate(self, requests: Sequence[Request], keys: list[str]) -> list[Any]:
