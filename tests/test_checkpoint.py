@@ -16,6 +16,8 @@ CONFIG = {
     "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2,
     "intermediate_size": 12, "vocab_size": 32, "n_layer": 2, "n_embd": 8, "n_head": 4, "ffn_dim": 12,
     "num_local_experts": 3, "num_experts_per_tok": 2, "tie_word_embeddings": False,
+    "kv_lora_rank": 6, "q_lora_rank": 6, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 2,
+    "moe_intermediate_size": 6, "n_shared_experts": 1,
 }  # fmt: skip
 
 

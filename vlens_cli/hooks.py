@@ -101,8 +101,7 @@ class HookRequest:
         return self.pattern + selectors(pos=self.pos, head=self.head, dim=self.dim)
 
 
-@dataclass(frozen=True)
-class Selected:
+class Selected(NamedTuple):
     """One hook point to read; None selects everything.
 
     Positions stay items, for they need the tokens: `pos` (of the queries, in attention patterns and scores), and `key`,

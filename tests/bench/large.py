@@ -4,10 +4,12 @@ asserts.
 
     large.py [--model demo] [--prompts 300] [--many 2000] [--turns 2] [--parts rates,transformers,memory,linear]
 
-  rates         PROMPTS prompts of 5 to 200 tokens, in one process and one engine, in turn: `LLM.generate(max_tokens=1)`
-                without capture; all hook_resid_post into shards; the same with --reduce last. tokens/s, ratios of medians
+  rates         PROMPTS prompts of 5 to 200 tokens, in turn: `LLM.generate(max_tokens=1)` of a plain vLLM process with the
+                same arguments and environment, all prompts in one call; whole commands, through the resident engine, of all
+                hook_resid_post into shards, and the same with --reduce last. tokens/s, ratios of medians
   transformers  the same prompts in a process of their own: batches by length, padded, `output_hidden_states`, to disk
-  memory        MANY prompts through the resident engine: its anonymous memory (RssAnon) while they run, over that when idle
+  memory        MANY prompts through the resident engine: its anonymous memory (RssAnon) while they run, over that when idle;
+                then a hundred of them alone, one command each: the largest relative error of a whole tensor and of a row
   linear        100 tokens a prompt, from 1,000 to 100,000 tokens, on a model of four small layers: seconds a thousand tokens;
                 and with one hook point asked of the hundreds that exist
 """
@@ -34,6 +36,25 @@ from warm_query import VLENS, timed
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "driver")]
 RESID = "blocks.*.hook_resid_post"
+
+# argv: settings. A line of stdin is a file of prompts; a line of stdout is how many seconds they took.
+PLAIN = """
+import json, os, sys, time
+settings = json.loads(sys.argv[1])
+os.environ.update(settings["environment"])
+for name in settings["hidden"]:
+    sys.modules[name] = None
+out = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+from vllm import LLM, SamplingParams
+llm = LLM(**settings["arguments"])
+params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+for line in sys.stdin:
+    prompts = [{"prompt_token_ids": json.loads(one)["tokens"]} for one in open(line.strip())]
+    began = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    print(time.perf_counter() - began, file=out, flush=True)
+"""
 
 # argv: the model's folder, the file of prompts, a folder for the results.
 TRANSFORMERS = """
@@ -118,32 +139,41 @@ def collected(one: Any, prompts: Path, out: Path, hooks: tuple[str, ...] = (RESI
 
 
 def rates(asked: argparse.Namespace, folder: Path) -> None:
-    one, prompts = opened(asked.model), folder / "prompts.jsonl"
-    from vllm import SamplingParams
-
+    environment = os.environ | {"VLENS_RUNTIME": f"{folder}/run", "VLENS_MODEL": asked.model, "PYTHONPATH": str(ROOT)}
+    prompts = folder / "prompts.jsonl"
     n_tokens = write_prompts(prompts, lengths_of(asked.prompts))
-    ids = [{"prompt_token_ids": json.loads(line)["tokens"]} for line in prompts.read_text().splitlines()]
-    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    plain = subprocess.Popen([sys.executable, "-c", PLAIN, json.dumps(settings_of(asked.model))], text=True, cwd=ROOT,
+                             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
-    def plain() -> float:
-        began = time.perf_counter()
-        one._driver._llm.generate(ids, params, use_tqdm=False)
-        return time.perf_counter() - began
+    def generated(file: Path) -> float:
+        plain.stdin.write(f"{file}\n")
+        plain.stdin.flush()
+        return float(plain.stdout.readline())
 
-    runs = {"plain": plain, "to disk": lambda: collected(one, prompts, folder / "all"),
-            "reduce last": lambda: collected(one, prompts, folder / "last", reduce="last")}
+    def captured(file: Path, *options: str) -> float:
+        shutil.rmtree(folder / "out", ignore_errors=True)
+        return timed([*VLENS, "capture", "--json", "--hook", RESID, "-f", str(file), "-o", f"{folder}/out/", *options],
+                     environment)[0]
+
+    runs = {"plain": lambda file: generated(file), "to disk": lambda file: captured(file),
+            "reduce last": lambda file: captured(file, "--reduce", "last")}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    write_prompts(folder / "few.jsonl", [100] * 8)
-    collected(one, folder / "few.jsonl", folder / "few")
-    for turn in range(asked.turns):
-        for name in list(runs) if turn % 2 == 0 else reversed(runs):
-            seconds[name].append(runs[name]())
-    written = sum(path.stat().st_size for path in (folder / "all").iterdir())
-    one.close()
+    try:
+        write_prompts(folder / "few.jsonl", [100] * 8)
+        for run in runs.values():
+            run(folder / "few.jsonl")
+        for turn in range(asked.turns):
+            for name in list(runs) if turn % 2 == 0 else reversed(runs):
+                seconds[name].append(runs[name](prompts))
+                print(f"  {name} {seconds[name][-1]:.2f} s", file=sys.stderr)
+    finally:
+        plain.stdin.close()
+        plain.wait(60)
+        timed([*VLENS, "engine", "stop"], environment)
     median = {name: statistics.median(found) for name, found in seconds.items()}
-    print(f"{asked.prompts} prompts, {n_tokens} tokens, {written / 1e6:.0f} MB to disk")
+    print(f"{asked.prompts} prompts, {n_tokens} tokens, {asked.turns} runs each")
     for name, found in median.items():
-        print(f"  {name:12} {n_tokens / found:8.0f} tokens/s, {median['plain'] / found:.2f} of plain")
+        print(f"  {name:12} {n_tokens / found:8.0f} tokens/s, {median['plain'] / found:.2f} of plain", flush=True)
 
 
 def transformers(asked: argparse.Namespace, folder: Path) -> None:
@@ -180,12 +210,44 @@ def memory(asked: argparse.Namespace, folder: Path) -> None:
                            environment)
         over.set()
         watcher.join()
+        errors = against_alone(prompts, folder, environment, asked.many)
     finally:
         timed([*VLENS, "engine", "stop"], environment)
     written = sum(path.stat().st_size for path in (folder / "many").iterdir())
     print(f"{asked.many} prompts, {n_tokens} tokens, {written / 1e9:.1f} GB in {seconds:.0f} s: RssAnon {idle / 1e6:.0f} MB "
           f"idle, at most {(max(seen) - idle) / 1e6:+.0f} MB while they ran")
+    print(f"  {errors}", flush=True)
     shutil.rmtree(folder / "many")
+
+
+def against_alone(prompts: Path, folder: Path, environment: dict[str, str], count: int) -> str:
+    """What differs between a hundred of the prompts, each asked alone, and their rows in the shards."""
+    from safetensors import safe_open
+
+    ids = [json.loads(line)["tokens"] for line in prompts.read_text().splitlines()]
+    index = json.loads((folder / "many" / "capture.safetensors.index.json").read_text())
+    keys = [key for key in index["weight_map"] if key.endswith("/tokens")]
+    runs = sorted(tuple(map(int, key.partition("/")[0].split(":"))) for key in keys)
+    in_order = [n for first, stop in runs for n in range(first, stop)] == list(range(count))
+    sample = {*random.Random(2).sample(range(count), 100)}
+    whole = row = 0.0
+    same = in_order and index["metadata"]["n_prompts"] == count
+    for first, stop in runs:
+        run = f"{first}:{stop}"
+        with safe_open(folder / "many" / index["weight_map"][f"{run}/tokens"], "pt") as shard:
+            offsets, tokens = shard.get_tensor(f"{run}/offsets").tolist(), shard.get_tensor(f"{run}/tokens").tolist()
+            same &= tokens == [token for n in range(first, stop) for token in ids[n]]
+            for n in sorted(sample & {*range(first, stop)}):
+                timed([*VLENS, "capture", "--json", "--hook", RESID, "--tokens", ",".join(map(str, ids[n])), "-o",
+                       f"{folder}/alone.safetensors"], environment)
+                with safe_open(folder / "alone.safetensors", "pt") as alone:
+                    for name in alone.keys():
+                        want = alone.get_tensor(name).double()
+                        off = shard.get_slice(f"{run}/{name}")[offsets[n - first] : offsets[n - first + 1]].double() - want
+                        whole = max(whole, float(off.norm() / want.norm()))
+                        row = max(row, float((off.norm(dim=-1) / want.norm(dim=-1)).max()))
+    return (f"{'each prompt once and in order' if same else 'PROMPTS ARE MISSING OR OUT OF ORDER'}; {len(sample)} of them alone, "
+            f"all layers: off by at most {whole:.1e} of a tensor, {row:.1e} of a row")
 
 
 def anonymous(pid: int) -> int:

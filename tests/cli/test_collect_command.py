@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from vlens_cli import units
+from vlens_cli.cli import collect, main
 
 LINES = """{"text": "a", "id": "first"}
 
@@ -83,6 +84,7 @@ def test_skip_bad_holds_for_one_file_too(shell, hook):
 @pytest.mark.parametrize(("args", "says"), [
     (["-o", "no/such/"], "there is no such folder"),
     (["-o", "out/", "--values"], "--values"),
+    (["-o", "p.txt/"], "this is a file, and -o NAME/ means a folder"),
     (["--resume"], "--resume is for the files of a folder"),
     (["-o", "a.safetensors", "--shard-size", "1GB"], "--shard-size is for the files of a folder"),
     (["--max-bytes", "1GB"], "--max-bytes is for the file of -o"),
@@ -91,6 +93,7 @@ def test_skip_bad_holds_for_one_file_too(shell, hook):
     (["-o", "out/", "--reduce", "median"], "'median' is not one of"),
 ])
 def test_bad_options(shell, hook, args, says):
+    (shell.folder / "p.txt").write_text("a\n")
     done = collected(shell, "--hook", hook, *args, "hello")
     assert (done.returncode, done.stdout) == (2, "") and says in done.stderr
     assert not (shell.folder / "out").exists()
@@ -100,6 +103,17 @@ def test_no_prompt(shell, hook):
     assert "there is no prompt" in collected(shell, "--hook", hook, "-o", "out/").stderr
     (shell.folder / "empty").write_text("")
     assert "there is no prompt in empty" in collected(shell, "--hook", hook, "-o", "out/", "-f", "empty").stderr
+
+
+def test_a_folder_without_room_for_the_prompts_is_named(shell, hook, monkeypatch, capsys):
+    monkeypatch.chdir(shell.folder)
+    monkeypatch.setattr(collect.tempfile, "TemporaryFile", lambda dir, **more: open("/dev/full", "w+b", **more))
+    monkeypatch.setattr(collect.models, "resolve", lambda name: None)
+    assert main.run(["capture", "--hook", hook, "hello", "-o", "out/"]) == 1
+    said = capsys.readouterr().err
+    assert said == (f"error: the prompts do not go into this folder, No space left on device: {shell.folder}/out\n\n"
+                    "hint: make room\n")
+    assert not (shell.folder / "out").exists()
 
 
 def test_what_a_dead_engine_left_is_taken_away(shell, hook):

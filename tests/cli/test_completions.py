@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import made
@@ -167,6 +169,20 @@ def test_what_cannot_be_read_offers_nothing(tmp_path, monkeypatch):
     assert offers(f"vlens param -m {tmp_path} blo") == []
     monkeypatch.setenv("VLENS_CONFIG", str(tmp_path / "none.toml"))
     assert offers("vlens capture --hook blo") == []
+
+
+@pytest.mark.parametrize(("words", "left_out"), [
+    ("vlens ", [f"vlens_cli.cli.{name}" for name in COMMANDS]),
+    ("vlens capture -m {folder} --hook blo", ["vlens_cli.query", "vlens_cli.cli.prompts", "hashlib", "rich", "numpy"]),
+    ("vlens param -m {folder} blo", ["vlens_cli.query", "vlens_cli.reader.launch", "rich", "numpy"]),
+])
+def test_a_tab_loads_what_it_needs_alone(tmp_path, words, left_out):
+    words = words.format(folder=made.model(tmp_path / "tiny"))
+    asking = {"_VLENS_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = subprocess.run([sys.executable, "-X", "importtime", "-m", "vlens_cli"], env=os.environ | asking, capture_output=True, text=True)
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.stdout.count("plain,") > 1 and "vlens_cli.cli.main" in loaded
+    assert not loaded & set(left_out)
 
 
 def test_words_of_options(tmp_path):

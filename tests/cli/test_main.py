@@ -313,6 +313,12 @@ def test_prompts_and_specs_from_windows(shell, hook):
     assert [prompt["text"] for prompt in query["prompts"]] == ["one", "two"] and len(query["interventions"]["expressions"]) == 1
 
 
+@pytest.mark.parametrize("args", [["--help"], ["engine", "--help"]])
+def test_the_list_of_commands_is_whole(shell, args):
+    listed = shell.real(*args).stdout.partition("Commands:")[2]
+    assert listed and "..." not in listed and all(len(line) < 80 for line in listed.splitlines())
+
+
 def test_module_and_script_are_one(shell):
     """The installed script and `python -m vlens_cli` name themselves alike."""
     code = "import sys; sys.argv[0] = 'x'; from vlens_cli.cli.main import main; main(['capture', '-h'])"

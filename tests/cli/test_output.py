@@ -51,6 +51,18 @@ def test_visible_text_cannot_drive_a_terminal(text):
 def test_what_is_hidden_becomes_visible():
     assert render.visible("a\u200b\u202e\ufeff\x9b\U000e0041é漢👍") == r"a\u200b\u202e\ufeff\x9b\U000e0041é漢👍"
     assert render.quoted(' \\n\n"') == r'" \\n\n\""'
+    # Printable for Python, and nothing to see.
+    assert render.visible("\ufe0f\u034f\u3164\U000e0100") == r"\ufe0f\u034f\u3164\U000e0100"
+
+
+def test_an_accent_does_not_go_onto_the_quote():
+    assert (render.quoted("\u0301a"), render.quoted("a\u0301")) == (r'"\u0301a"', '"a\u0301"')
+
+
+def test_what_follows_a_text_from_right_to_left_stays_where_it_is():
+    assert render.quoted(" שלום") == '" שלום"\u200e' and render.quoted("é漢") == '"é漢"'
+    # Where a text brings such a mark itself, it is seen.
+    assert render.quoted("\u200e") == r'"\u200e"'
 
 
 LEAVES = st.floats() | st.text() | st.none()
@@ -61,7 +73,7 @@ def test_json_round_trips(value):
     text = render.to_json(value)
     again = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert again == json.loads(json.dumps(render._plain(value)))
-    assert not any("\x7f" <= char <= "\x9f" or char == "\u202e" for char in text)
+    assert not any("\x7f" <= char <= "\x9f" or char in "\u202e\u200b\ufe0f\U000e0041" for char in text)
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))

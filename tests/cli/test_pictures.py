@@ -55,11 +55,11 @@ def said(body: dict) -> list[str]:
 
 def test_norms_are_layer_by_token():
     stream, embed = picture.maps_of(NORMS)
-    assert stream.grid.rows == ["layer 0", "layer 1"] and stream.grid.columns == ['0 "<b>"', r'1 " \x1b[31m"', '2 "\\u202eא"']
+    assert stream.grid.rows == ["layer 0", "layer 1"] and stream.grid.columns == ['0 "<b>"', r'1 " \x1b[31m"', '2 "\\u202eא"\u200e']
     assert stream.grid.values == [[1.5, None, 2.0], [2.5, "NaN", None]] and not stream.log
     assert [stream.shade(value) for value in (1.5, 2.5, 2.0)] == [0, 1, 0.5]
     assert embed.grid.rows == ["hook_embed"] and embed.shade(1.0) == 0
-    assert said(NORMS) == ['layer 0, 0 "<b>": 1.5', 'layer 0, 2 "\\u202eא": 2.0', 'layer 1, 0 "<b>": 2.5', r'layer 1, 1 " \x1b[31m": NaN',
+    assert said(NORMS) == ['layer 0, 0 "<b>": 1.5', 'layer 0, 2 "\\u202eא"\u200e: 2.0', 'layer 1, 0 "<b>": 2.5', r'layer 1, 1 " \x1b[31m": NaN',
                            'hook_embed, 0 "<b>": 1.0']
 
 
@@ -83,7 +83,7 @@ def test_the_lens_shows_tokens_coloured_by_probability():
     likeliest, target = picture.maps_of(LENS)
     assert likeliest.texts == [['" Paris"'], ['" Paris"']] and likeliest.grid.values == [[0.25], [0.75]]
     assert likeliest.shade(0.75) == 0.75 and '" Rome"' in target.title and target.grid.values == [[0.0], [0.25]]
-    assert said(LENS)[1] == 'blocks.1.hook_resid_post, 2 "\\u202eא": " Paris", 0.75'
+    assert said(LENS)[1] == 'blocks.1.hook_resid_post, 2 "\\u202eא"\u200e: " Paris", 0.75'
 
 
 def test_histograms_are_bars():

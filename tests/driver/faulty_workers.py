@@ -37,6 +37,22 @@ class MissingReplica(MissingPart):
     missing = "blocks.2.hook_mlp_out"
 
 
+class FailsAtSeven(LensWorker):
+    """Rank 1 cannot read prompts of seven tokens."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if self._ranks.at == 1:
+            read = self._taps._read
+
+            def reading(point: Any, asking: Any, *call: Any) -> None:
+                if any(segment.stop - segment.start == 7 for _, segment in asking):
+                    raise LookupError("seven")
+                read(point, asking, *call)
+
+            self._taps._read = reading
+
+
 class Reversed(LensWorker):
     """Parts are joined the wrong way round."""
 
@@ -53,11 +69,11 @@ class OtherShards(LensWorker):
         super().load_model(*args, **kwargs)
         for layer in self.model_runner.get_model().model.layers:
             for module in (layer.self_attn.qkv_proj, layer.self_attn.o_proj):
-                module.quant_method = _Swapped(module.quant_method, self._ranks, module is layer.self_attn.o_proj)
+                module.quant_method = UnquantizedSwapped(module.quant_method, self._ranks, module is layer.self_attn.o_proj)
 
 
-class _Swapped:
-    """A linear layer's kernel with the other rank's weight."""
+class UnquantizedSwapped:
+    """A linear layer's kernel with the other rank's weight; its name says, as those of vLLM do, that the weight is whole."""
 
     def __init__(self, method: Any, ranks: Ranks, rows: bool) -> None:
         self._method, self._ranks, self._rows = method, ranks, rows

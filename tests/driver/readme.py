@@ -7,7 +7,8 @@ An indented block is an example where its first line begins with `$ `, `vlens ` 
     vlens COMMAND    run, and not shown: `# ...` at its end is for the reader
     >>> CODE         Python, in one process a block
 
-All run in one folder, in order, with one engine of the demo model, which the last of them stop.
+All run in one folder, in order, with one engine of the demo model, which the last of them stop. A block that needs a
+package which is not installed (`NEEDS`) is left out, and said to be.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,17 +33,22 @@ PATIENCE = 600
 # What is another in each run or place: process ids, times, sizes, folders.
 MASKS = ((r"pid \d+", "pid N"), (r"^ *\d+(?=  SmolLM2)", "N"), (r"\d+(\.\d+)? (s|min|kB|MB|GB|GiB)\b", "N \\2"), (r"/[\w./-]*/", "/…/"))
 SIGNS = ("$ ", "vlens ", ">>> ")
+# A word of a block of Python -> the package that it takes.
+NEEDS = {"import bridge": "transformer_lens"}
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 # One process of Python for a block: the sources of its statements in, what each printed out.
 CONSOLE = """
-import contextlib, io, json, sys
+import contextlib, io, json, os, sys
+# An engine in this process may say something.
+answer = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
 names, shown = {}, []
 for source in json.load(sys.stdin):
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec(compile(source, "<readme>", "single"), names)
     shown.append(out.getvalue())
-json.dump(shown, sys.stdout)
+json.dump(shown, answer)
 """
 
 
@@ -55,7 +62,17 @@ class Example(NamedTuple):
 
 
 def examples(text: str) -> Iterator[list[Example]]:
-    """The examples, block by block."""
+    """The examples that can be run here, block by block."""
+    for block in _blocks(text):
+        source = "\n".join(one.source for one in block)
+        lacking = [package for word, package in NEEDS.items() if word in source and find_spec(package) is None]
+        if lacking:
+            print(f"line {block[0].line}: not run, {lacking[0]} is not installed", file=sys.stderr)
+        else:
+            yield block
+
+
+def _blocks(text: str) -> Iterator[list[Example]]:
     lines = text.splitlines()
     at = 0
     while at < len(lines):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import readme
 import torch
 from compare import BRIDGE, relative_error
 from safetensors.torch import load_file
@@ -102,3 +103,10 @@ def test_a_bridge_over_the_resident_engine_equals_one_in_process(tiny, engines, 
             assert torch.equal(model._driver.get_param("blocks.1.attn.W_Q"), driver.get_param("blocks.1.attn.W_Q"))
     finally:
         subprocess.run([sys.executable, "-m", "vlens_cli", "engine", "stop"], capture_output=True)
+
+
+def test_the_example_of_the_readme(tmp_path, demo_model):
+    text = (readme.ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = [block for block in readme.examples(text) if any("import bridge" in one.source for one in block)]
+    printed = readme.Bench(tmp_path, demo_model).run(block)
+    assert printed == [one.shown for one in block]

@@ -16,6 +16,7 @@ from engines import capture
 from safetensors import safe_open
 from test_numbers import spread
 from vlens_cli.driver import capture as answerer
+from vlens_cli.driver import collect as collector
 from vlens_cli.driver import fill, outlet, session, shards
 from vlens_cli.errors import PathError, PromptError, QueryError, UsageError
 from vlens_cli.query import CaptureQuery, CollectQuery, EngineSpec, Interventions, Prompt
@@ -157,6 +158,27 @@ def test_what_is_written_can_be_narrower(opened, tmp_path):
         assert torch.equal(mine[POST], alone(one, record)[POST].bfloat16())
 
 
+def test_what_a_dtype_does_not_hold_is_refused(opened, tmp_path, monkeypatch):
+    one, records = opened(), prompts([9, 30])
+    large = Interventions((f"{POST}[pos=4][dim=7] = 65520",))
+    with pytest.raises(QueryError, match=f"{POST} has values that float16 does not hold: beyond 65504"):
+        collect(one, tmp_path / "out", records, interventions=large, save_dtype="float16")
+    assert not list((tmp_path / "out").iterdir())
+    collect(one, tmp_path / "out", records, interventions=large, save_dtype="bfloat16")
+    assert read(tmp_path / "out")[0][POST][4, 7] == 65536
+    query = CaptureQuery(tuple(Prompt(tokens=tuple(r["tokens"])) for r in records), (POST,), interventions=large,
+                         save_dtype="float16")
+    for rows in (10**6, 0):
+        monkeypatch.setattr(answerer, "ROWS_BESIDE_FILE", rows)
+        with tempfile.TemporaryFile() as file, pytest.raises(QueryError, match="float16 does not hold"):
+            one.answer(query, lambda text: None, file)
+    # The largest number that there is, and what is infinite by itself.
+    for value in ("65504", "inf"):
+        edits = Interventions((f"{POST}[pos=4][dim=7] = {value}",), allow_nan=True)
+        collect(one, tmp_path / value, records, interventions=edits, save_dtype="float16")
+        assert read(tmp_path / value)[0][POST][4, 7] == float(value)
+
+
 def test_interventions_hold_in_every_prompt(opened, tmp_path):
     one, records = opened("tokenizer"), prompts([9, 9, 9])
     edits = Interventions(("blocks.1.hook_resid_post[pos=2] = @source", "blocks.0.hook_mlp_out *= 0.5",
@@ -187,6 +209,18 @@ def broken_off_after(one: session.Session, n: int, monkeypatch) -> None:
 
 def unwatched(one: session.Session) -> None:
     one.watch(lambda: False, lambda: None, lambda: False)
+
+
+def test_no_prompt_is_cut_in_two_by_those_beside_it(opened, tmp_path):
+    one, records = opened(chunk=64), prompts([40, 30, 33, 31, 64, 2, 62, 7, 9, 100, 25] * 3)
+    ended = []
+    stream = one.stream
+    one.stream = lambda *args: (ended.append(pair[1].chunks) or pair for pair in stream(*args))
+    collect(one, tmp_path / "out", records, *RESID)
+    assert sorted(ended) == [1] * 30 + [2] * 3
+    for record, mine in zip(records, read(tmp_path / "out"), strict=True):
+        for name, want in alone(one, record, RESID).items():
+            assert torch.equal(mine[name], want), (name, len(record["tokens"]))
 
 
 def test_broken_off_and_resumed_it_is_what_an_unbroken_run_gives(opened, tmp_path, monkeypatch, small_steps):
@@ -227,6 +261,21 @@ def test_a_folder_that_holds_another_capture_is_not_gone_on_with(opened, tmp_pat
         collect(one, out, records, resume=True)
 
 
+def test_what_has_a_shards_name_is_not_written_over(opened, tmp_path):
+    one, records, out = opened(), prompts([5, 9]), tmp_path / "out"
+    out.mkdir()
+    name = "capture-00001-of-00001.safetensors"
+    (out / name).write_text("no shard")
+    with pytest.raises(PathError, match="already holds a capture"):
+        collect(one, out, records)
+    assert (out / name).read_text() == "no shard"
+    (out / name).unlink()
+    (out / name).mkdir()
+    with pytest.raises(QueryError, match="Is a directory") as caught:
+        collect(one, out, records, resume=True)
+    assert "make room" not in caught.value.hint and [path.name for path in out.iterdir()] == [name]
+
+
 def test_a_bad_prompt_in_the_middle_is_named_before_anything_runs_or_left_out(opened, tmp_path, monkeypatch):
     one, records = opened(), prompts([5, 9, 12])
     records[1] = {"tokens": list(range(3, 203)) * 3, "where": "p.jsonl:2"}
@@ -251,6 +300,25 @@ def test_what_does_not_fit_is_refused_before_the_engine(opened, tmp_path, monkey
     monkeypatch.setattr(one, "driver", lambda progress: pytest.fail("an engine was asked"))
     with pytest.raises(UsageError, match=f"takes 7.2 kB, and {says}"):
         collect(one, tmp_path / "out", prompts([9, 5]), max_bytes=most)
+
+
+@pytest.mark.parametrize("what", ["the prompts", "the offsets", "the index"])
+def test_a_disk_that_is_full_at_another_moment(opened, tmp_path, monkeypatch, what):
+    one, records = opened(), prompts([5, 9])
+
+    def full(*args, **more):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    where = {"the prompts": (collector.Collection, "_take_in"), "the offsets": (shards.os, "pwrite"),
+             "the index": (shards.Folder, "write_index")}[what]
+    monkeypatch.setattr(*where, full)
+    with pytest.raises(QueryError) as caught:
+        collect(one, tmp_path / "out", records)
+    monkeypatch.undo()
+    assert caught.value.message == f"this folder could not be written, No space left on device: {tmp_path / 'out'}"
+    assert caught.value.hint == "make room; --resume goes on with what is finished"
+    assert not list((tmp_path / "out").glob(".*"))
+    assert collect(one, tmp_path / "out", records, resume=True)["n_resumed"] == (2 if what == "the index" else 0)
 
 
 def test_a_full_disk_leaves_nothing_half_written(opened, tmp_path, monkeypatch):

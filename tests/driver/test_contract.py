@@ -10,6 +10,7 @@ from compare import assert_close, logit_error, relative_error
 from engines import Engines
 from test_numbers import SHORT, spread
 from vlens_cli.driver import contract, unembed
+from vlens_cli.driver.ranks import ALONE
 from vlens_cli.errors import HookError, PromptError, QueryError, StartError, UsageError
 
 POST, Z, LAST = "blocks.2.hook_resid_post", "blocks.1.attn.hook_z", "blocks.3.hook_resid_post"
@@ -229,7 +230,7 @@ class Logits(torch.nn.Module):
 
 
 def end(model: Logits) -> unembed.Unembedding:
-    locator = types.SimpleNamespace(catalog=types.SimpleNamespace(dims=types.SimpleNamespace(d_vocab=8)))
+    locator = types.SimpleNamespace(ranks=ALONE, catalog=types.SimpleNamespace(dims=types.SimpleNamespace(d_vocab=8)))
     return unembed.Unembedding(model, locator)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 
 import pytest
 from engines import Engines, capture
@@ -73,7 +72,7 @@ def reread(engines, tiny):
         # Beside an engine of another shape vLLM has no ranks for experts.
         engines.close()
         driver = mine.open(tiny(family))
-        spec = replace(families.load(family), rows=rows)
+        spec = families.load(family)._replace(rows=rows)
         worker = driver._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         driver.catalog = Catalog(spec, driver.catalog.dims, driver.catalog._config)
         worker._locate(driver.catalog)
@@ -87,7 +86,7 @@ def reread(engines, tiny):
 def changed(family: str, hook: str, fields: dict) -> tuple[families.Row, ...]:
     """A family's rows with one changed, as a wrong TOML file would have it."""
     right = families.load(family).rows
-    wrong = tuple(replace(row, **fields) if row.hook == hook else row for row in right)
+    wrong = tuple(row._replace(**fields) if row.hook == hook else row for row in right)
     assert wrong != right
     return wrong
 

@@ -130,6 +130,19 @@ def test_a_rank_that_is_not_as_expected_is_an_error_at_the_start(engines, tiny, 
         engines.open(tiny("llama"), chunk=512, **TP)
 
 
+@pytest.mark.slow
+def test_a_tap_that_fails_on_one_rank_fails_the_query_and_the_next_is_answered(engines, tiny, monkeypatch):
+    monkeypatch.setattr("vlens_cli.driver.boot.WORKER", "faulty_workers.FailsAtSeven")
+    engines.close()
+    driver = engines.open(tiny("llama"), chunk=256, **TP)
+    names = ["blocks.1.hook_resid_post", "unembed.hook_out"]
+    with pytest.raises(QueryError, match="LookupError: seven"):
+        capture(driver, [SHORT[:7]], names)
+    (got,) = capture(driver, [SHORT[:6]], names)
+    assert got["unembed.hook_out"].shape == (6, 512)
+    engines.close()
+
+
 def test_what_a_rank_on_another_machine_gives_comes_through_rank_0(engines, tiny):
     folder = tiny("llama")
     (want,) = capture(engines.open(folder, **PP), [SHORT])

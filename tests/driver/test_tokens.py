@@ -53,6 +53,19 @@ def test_a_long_prompt_is_searched_in_a_time_that_grows_with_it(tokens, monkeypa
     assert calls == [], "a second selector decodes it all again"
 
 
+def test_a_text_that_is_far_too_long_is_refused_by_its_beginning(tiny, monkeypatch):
+    tokens = Tokens(str(tiny("llama", "tokenizer")), 100)
+    read = []
+    whole = tokens.tokenizer
+    monkeypatch.setattr(tokens, "_loaded", lambda text, **more: read.append(len(text)) or whole(text, **more))
+    with pytest.raises(PromptError, match="a prompt of 1,200,000 characters, .* is longer than this engine takes: 100") as caught:
+        fed(tokens, "a wide " * 171_428 + "abcd")
+    assert caught.value.code == "prompt_too_long" and sum(read) < 10_000
+    monkeypatch.undo()
+    for text in ("a wide " * 20, "a wide " * 200):
+        assert fed(tokens, text).ids == tuple(whole(text)["input_ids"]), "who takes it is asked, where it is not clear"
+
+
 def test_bos_follows_the_tokenizer_unless_it_is_said(tokens):
     plain = tokens.tokenizer("Paris", add_special_tokens=False)["input_ids"]
     assert fed(tokens, "Paris").ids == (1, *plain)

@@ -2,6 +2,7 @@
 """Every hook point and every edit on a GPU, against transformers, in every mode of the engine. Exit code 1 if one is off.
 
     check.py [--families llama,gemma2] [--dtypes float32,bfloat16] [--modes eager-v1,eager-v2,compiled-v1,compiled-v2]
+    check.py --modes tp2-mp,pp2-mp,tp2-ray,pp2-ray --jobs 1     (two GPUs; Ray runs already, see RAY_ADDRESS)
 
 For each family (a tiny random model), dtype and mode, in a process of its own:
 
@@ -35,6 +36,7 @@ LONG = [(7919 * n + 104729) % 502 + 5 for n in range(150)]
 LIMITS = {"float32": 1e-4, "bfloat16": 5e-2}
 GRAPHS = [1, 4, 16, 64]
 MODES = ("eager-v1", "eager-v2", "compiled-v1", "compiled-v2")
+RANKS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}}
 
 
 def main() -> int:
@@ -101,7 +103,8 @@ def part(family: str, dtype: str, mode: str) -> None:
     from vlens_cli.families import catalog_for
     from vlens_cli.query import EngineSpec
 
-    prepare(mode.startswith("compiled"))
+    kind, way = mode.split("-")
+    prepare(kind == "compiled")
     from vlens_cli.driver.base import Request, Want
     from vlens_cli.driver.graph.driver import driver_for
 
@@ -109,9 +112,10 @@ def part(family: str, dtype: str, mode: str) -> None:
     config = json.loads((folder / "config.json").read_text())
     catalog = catalog_for(config)
     hooks = None
-    if mode.startswith("compiled"):
+    if kind == "compiled":
         hooks = tuple(name for name in catalog.names if not limits.why_not(catalog.row(name)))
-    spec = EngineSpec(os.path.realpath(folder), family, dtype=dtype, chunk=64, compile_hooks=hooks)
+    spec = EngineSpec(os.path.realpath(folder), family, dtype=dtype, chunk=64, compile_hooks=hooks,
+                      **({**RANKS[kind], "executor": way} if kind in RANKS else {}))
     if hooks:
         # Few graphs are enough: single rows, batches that are padded, and whole chunks.
         arguments = boot.engine_arguments
@@ -123,7 +127,9 @@ def part(family: str, dtype: str, mode: str) -> None:
     refused = {n: driver.non_fireable_hook_points[n] for n in built if n in driver.non_fireable_hook_points}
     uneditable = {n: driver.non_editable_hook_points[n] for n in names if catalog.editable(n)
                   and n in driver.non_editable_hook_points and not (hooks and limits.why_not_edited(catalog.row(n)))}
-    runner = type(driver._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner)
+    # Of a rank in another process it is not seen.
+    executor = driver._llm.llm_engine.engine_core.engine_core.model_executor
+    runner = type(executor if kind in RANKS else executor.driver_worker.worker.model_runner)
     parts.report(points=len(names), refused=len(refused), reasons=refused, uneditable=uneditable, boot=time.time() - began,
                  runner=f"{runner.__module__}.{runner.__name__}", tf32=torch.backends.cuda.matmul.allow_tf32)
     faults = [f"{n} is refused: {why}" for n, why in refused.items()] + [f"{n}: {why}" for n, why in uneditable.items()]

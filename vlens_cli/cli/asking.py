@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from vlens_cli.cli import output, render
 from vlens_cli.errors import BugError, UsageError
-from vlens_cli.query import BOS_NOTE, EngineSpec, Query, Reply
+from vlens_cli.reply import BOS_NOTE
 
 if TYPE_CHECKING:
     from vlens_cli.daemon.client import Asking
+    from vlens_cli.query import EngineSpec, Query
+    from vlens_cli.reply import Reply
 
 
 def file_of(name: str | None, save_dtype: str | None) -> Path | None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from vlens_cli import hooks, models
-from vlens_cli.cli import asking, complete, options, output, prompts, render
+from vlens_cli.cli import asking, complete, options, output, render
 from vlens_cli.errors import UsageError
-from vlens_cli.query import CaptureQuery, CollectQuery, Reply
+
+if TYPE_CHECKING:
+    from vlens_cli.query import CaptureQuery, CollectQuery
+    from vlens_cli.reply import Reply
 
 
 class Typed(NamedTuple):
@@ -63,7 +66,7 @@ class Typed(NamedTuple):
     no_daemon: bool
 
 
-@click.command("capture", cls=prompts.PromptCommand)
+@click.command("capture", cls=options.PromptCommand)
 @options.prompts
 @click.option("--hook", "hooks", multiple=True, required=True, metavar="HOOK", shell_complete=complete.hook,
               help="A hook point or a pattern, repeatable; quote it: 'blocks.{0,5}.hook_resid_post[pos=-1]'.")
@@ -146,6 +149,9 @@ def _requests(asked: Typed) -> tuple[hooks.HookRequest, ...]:
 
 
 def _query(asked: Typed, skipped: list[str]) -> CaptureQuery:
+    from vlens_cli.cli import prompts
+    from vlens_cli.query import CaptureQuery
+
     given = prompts.sources(asked.prompts, asked.files, asked.tokens, asked.dataset, asked.column)
     on_bad = (lambda error: skipped.append(error.message)) if asked.skip_bad else None
     return CaptureQuery(

@@ -35,7 +35,11 @@ def run(asked: Typed, check: Callable[[CollectQuery, dict[str, Any]], None], as_
     try:
         with _spool(folder) as spool:
             skipped: list[str] = []
-            count = _write(spool, asked, skipped)
+            try:
+                count = _write(spool, asked, skipped)
+            except OSError as fault:
+                raise QueryError(f"the prompts do not go into this folder, {fault.strerror}: {folder}", hint="make room",
+                                 code="output_failed") from fault
             query = CollectQuery(
                 count=count, folder=str(folder), token=os.urandom(6).hex(), hooks=asked.hooks, pos=asked.pos, head=asked.head,
                 dim=asked.dim, chat=asked.chat, system=asked.system, bos=asked.bos, save_dtype=asked.save_dtype,
@@ -77,8 +81,8 @@ def _ask(asked: Typed, model: models.Model, query: CollectQuery, spool: BinaryIO
 
 
 def _spool(folder: Path) -> BinaryIO:
-    """A file without a name, where there must be room for more than it."""
-    return tempfile.TemporaryFile(dir=folder)
+    """A file without a name, where there must be room for more than it. Not buffered: closing a full one would fail again."""
+    return tempfile.TemporaryFile(dir=folder, buffering=0)
 
 
 def _write(spool: BinaryIO, asked: Typed, skipped: list[str]) -> int:
@@ -90,9 +94,10 @@ def _write(spool: BinaryIO, asked: Typed, skipped: list[str]) -> int:
     for prompt, where in prompts.read(given, chat=asked.chat, system=asked.system, bos=asked.bos, on_bad=on_bad):
         line = {"text": prompt.text} if prompt.tokens is None else {"tokens": prompt.tokens}
         line |= {"where": where} | ({} if prompt.id is None else {"id": prompt.id})
-        spool.write(json.dumps(line).encode() + b"\n")
+        rest = memoryview(json.dumps(line).encode() + b"\n")
+        while rest:
+            rest = rest[spool.write(rest):]
         count += 1
     if not count:
         raise PromptError("there is no prompt", code="no_prompt", hint="; ".join(skipped[:3]))
-    spool.flush()
     return count

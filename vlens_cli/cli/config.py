@@ -9,7 +9,7 @@ import click
 from vlens_cli import env
 from vlens_cli.cli import complete, options, output
 from vlens_cli.errors import UsageError
-from vlens_cli.query import SCHEMA_VERSION
+from vlens_cli.reply import SCHEMA_VERSION
 
 
 @click.command("config")

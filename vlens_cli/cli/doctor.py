@@ -15,7 +15,7 @@ import click
 from vlens_cli import __version__
 from vlens_cli.cli import complete, options, output, render
 from vlens_cli.errors import EXIT_FAILED, INSTALL_HINT, QueryError, UsageError, VlensError
-from vlens_cli.query import SCHEMA_VERSION
+from vlens_cli.reply import SCHEMA_VERSION
 
 if TYPE_CHECKING:
     from vlens_cli.models import Model

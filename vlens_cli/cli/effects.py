@@ -92,7 +92,7 @@ def _maybe(value: float | str | None) -> str:
 
 
 def _swept(sweep: dict[str, Any]) -> Iterator[Table | Text]:
-    yield line(visible(f"source: {' '.join(map(_shown, sweep['source_tokens']))}"))
+    yield line(f"source: {' '.join(map(_shown, sweep['source_tokens']))}")
     yield line()
     yield from heat_map(picture.maps_of({"sweep": sweep})[0], f"how far from the base, + above it, - below it; the largest change "
                         f"is {number(picture.grid_of(sweep).span)}")
@@ -101,7 +101,7 @@ def _swept(sweep: dict[str, Any]) -> Iterator[Table | Text]:
 def heat_map(one: picture.Map, legend: str) -> Iterator[Table | Text]:
     """A heat map for the terminal: numbers, shades that are read without colour, and colours where there are."""
     shades = SHADES if _utf8() else PLAIN_SHADES
-    yield line(visible(one.title))
+    yield line(one.title)
     yield line(f"{shades} {legend}")
     for block in _blocks(one.grid):
         yield line()

@@ -9,7 +9,7 @@ import click
 
 from vlens_cli.cli import options, output, render
 from vlens_cli.errors import EXIT_FAILED, QueryError, UsageError
-from vlens_cli.query import SCHEMA_VERSION, StartQuery
+from vlens_cli.reply import SCHEMA_VERSION
 
 if TYPE_CHECKING:
     from vlens_cli.daemon.runtime import Home
@@ -39,6 +39,7 @@ def start(as_json: bool, as_table: bool, **typed: Any) -> None:
     if typed["no_daemon"] or typed["one_chunk"]:
         raise UsageError("engine start takes neither --no-daemon nor --one-chunk", hint="leave it out")
     from vlens_cli.daemon import client, launch, runtime
+    from vlens_cli.query import StartQuery
 
     from vlens_cli import models
 
@@ -68,7 +69,7 @@ def status(as_json: bool, as_table: bool) -> None:
         sys.exit(EXIT_FAILED)
 
 
-@command.command("sleep")
+@command.command("sleep", short_help="Move weights to the host's memory until the next query.")
 @options.running
 def sleep(model: str | None) -> None:
     """Move the weights of the engines of a model, or of all, to the host's memory; the next query wakes them.
@@ -89,7 +90,7 @@ def sleep(model: str | None) -> None:
                if freed else "no engine runs")
 
 
-@command.command("stop")
+@command.command("stop", short_help="Stop engines, and wait until their processes are gone.")
 @options.running
 def stop(model: str | None) -> None:
     """Stop the engines of a model, or all of them, and wait until their processes are gone.
@@ -108,7 +109,7 @@ def stop(model: str | None) -> None:
     output.say(f"stopped {len(pids)} engine{'s' * (len(pids) != 1)}: pid {', '.join(pids)}" if pids else "no engine runs")
 
 
-@command.command("log")
+@command.command("log", short_help="What the newest engine said.")
 @options.running
 @click.option("-n", "--lines", type=click.IntRange(min=1), default=100, metavar="N", help="Last lines. Default: 100.")
 @click.option("--path", "only_path", is_flag=True, help="Print the log's path alone.")

@@ -11,7 +11,7 @@ import click
 from vlens_cli.cli import complete, options, output, render
 from vlens_cli.errors import StartError, UsageError
 from vlens_cli.hooks import HookRequest, expand, fold, parse
-from vlens_cli.query import SCHEMA_VERSION
+from vlens_cli.reply import SCHEMA_VERSION
 
 if TYPE_CHECKING:
     from vlens_cli.families import Catalog

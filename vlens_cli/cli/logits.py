@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from vlens_cli import hooks, lens, models
-from vlens_cli.cli import asking, complete, options, output, prompts, render
+from vlens_cli.cli import asking, complete, options, output, render
 from vlens_cli.errors import UsageError
-from vlens_cli.query import LogitsQuery
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from vlens_cli.query import LogitsQuery
+
 # From here on a token is drawn in the next colour: probabilities in the lens' table.
 SHADES = ((0.9, "bold green"), (0.5, "green"), (0.1, "yellow"), (0.0, "dim"))
 
 
-class LogitsCommand(prompts.PromptCommand):
+class LogitsCommand(options.PromptCommand):
     """`--lens` may stand alone: click would take the prompt behind it for its value."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -161,6 +162,9 @@ def _check(asked: Typed) -> None:
 
 
 def _query(asked: Typed) -> LogitsQuery:
+    from vlens_cli.cli import prompts
+    from vlens_cli.query import LogitsQuery
+
     given = prompts.sources(asked.prompts, asked.files, asked.tokens)
     return LogitsQuery(
         prompts=prompts.collect(given, chat=asked.chat, system=asked.system, bos=asked.bos),

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -17,8 +17,21 @@ from vlens_cli import __version__
 from vlens_cli.cli import output
 from vlens_cli.errors import EXIT_INTERRUPTED, EXIT_OK, BugError, QueryError, UsageError, VlensError
 
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
 # Each is a module of this folder with a `command`, loaded when it is asked for.
-COMMANDS = ("capture", "patch", "logits", "param", "hooks", "engine", "doctor", "config", "completions")
+COMMANDS = {
+    "capture": "Activations of each PROMPT at hook points.",
+    "patch": "What changes if a value is another; sweeps.",
+    "logits": "What the model predicts at each position, and why.",
+    "param": "Weights, by any of their names.",
+    "hooks": "The hook points of a model, and the ones it does not give.",
+    "engine": "The resident engines: start, status, sleep, stop, log.",
+    "doctor": "What keeps vlens from answering, and what mends it.",
+    "config": "The settings in force, and where each comes from.",
+    "completions": "The script with which a shell completes vlens.",
+}
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
@@ -30,7 +43,18 @@ class LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return import_module(f"vlens_cli.cli.{cmd_name}").command if cmd_name in COMMANDS else None
+        if cmd_name not in COMMANDS:
+            return None
+        command = import_module(f"vlens_cli.cli.{cmd_name}").command
+        command.short_help = COMMANDS[cmd_name]
+        return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Without the commands themselves: to load all of them takes longer than a TAB may."""
+        from click.shell_completion import CompletionItem
+
+        found = [CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)]
+        return found + click.Command.shell_complete(self, ctx, incomplete)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -52,7 +76,11 @@ def cli(ctx: click.Context) -> None:
 
     \b
     vlens capture --hook blocks.3.hook_resid_post "The Eiffel Tower is in"
-    vlens hooks
+    vlens patch -i 'blocks.8.hook_resid_post[pos=1] = @source' --source "Rome is in" "Paris is in"
+    vlens logits --lens --pos -1 "The Eiffel Tower is in the city of"
+    vlens param blocks.0.attn.W_Q
+
+    `vlens COMMAND --help` begins with examples of each.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())

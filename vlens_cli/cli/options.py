@@ -9,13 +9,23 @@ import click
 
 from vlens_cli.cli import complete
 from vlens_cli.errors import UsageError
-from vlens_cli.query import COMPILE_HOOKS, EngineSpec, Interventions
+from vlens_cli.reply import COMPILE_HOOKS
 
 if TYPE_CHECKING:
     from vlens_cli.daemon.client import Asking
     from vlens_cli.models import Model
+    from vlens_cli.query import EngineSpec, Interventions
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+LITERAL = "vlens_cli.literal"
+
+
+class PromptCommand(click.Command):
+    """A command that remembers how many of its arguments stood after `--`; those are text, whatever they look like."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[LITERAL] = len(args) - args.index("--") - 1 if "--" in args else 0
+        return super().parse_args(ctx, args)
 
 
 def together(*options: Decorator) -> Decorator:
@@ -84,6 +94,8 @@ def interventions_of(asked: Any, source_is_read: bool = True) -> Interventions:
     for one that nothing reads.
     """
     if not (asked.expressions or asked.specs or asked.sources or asked.source_tokens):
+        from vlens_cli.query import Interventions
+
         return Interventions()
     from vlens_cli.cli import edits  # not loaded for a command without
 
@@ -100,6 +112,8 @@ def check_interventions(asked: Interventions, catalog: Any) -> None:
 
 def spec(model: Model, typed: Mapping[str, Any]) -> EngineSpec:
     """The engine that the options of `model` and `engine_spec` name; `typed` has them by name. Raises UsageError."""
+    from vlens_cli.query import EngineSpec
+
     return EngineSpec(model=str(model.folder), name=model.name, revision=model.revision,
                       dtype=None if typed["dtype"] == "auto" else typed["dtype"], max_len=typed["max_len"],
                       chunk=typed["chunk"], tp=typed["tp"], pp=typed["pp"], executor=typed["executor"], **_compiled(typed))

@@ -12,9 +12,9 @@ from typing import BinaryIO
 
 import click
 
-from vlens_cli.cli.render import from_here, to_json, visible
+from vlens_cli.cli.render import LEFT_TO_RIGHT, from_here, to_json, visible
 from vlens_cli.errors import PathError, QueryError, UsageError, VlensError
-from vlens_cli.query import SCHEMA_VERSION, Saved
+from vlens_cli.reply import SCHEMA_VERSION, Saved
 from vlens_cli.units import size_text
 
 
@@ -56,6 +56,9 @@ def emit(text: str) -> None:
     if sys.stdout is None:
         raise QueryError("standard output is closed", code="output_failed")
     encoding = sys.stdout.encoding or "utf-8"
+    if "utf" not in encoding.lower():
+        # What it orders is written as escapes there.
+        text = text.replace(LEFT_TO_RIGHT, "")
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
     sys.stdout.flush()
 
@@ -160,6 +163,8 @@ def folder(name: str) -> Path:
     path = Path(os.path.realpath(name))
     if not path.parent.is_dir():
         raise PathError(f"there is no such folder: {path.parent}", hint=f"mkdir -p '{path.parent}'")
+    if path.exists() and not path.is_dir():
+        raise PathError(f"this is a file, and -o NAME/ means a folder: {path}", hint="leave out the slash, or name another")
     try:
         path.mkdir(exist_ok=True)
         with tempfile.TemporaryFile(dir=path):

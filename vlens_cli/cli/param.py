@@ -12,7 +12,7 @@ from vlens_cli.errors import UsageError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vlens_cli.query import Reply
+    from vlens_cli.reply import Reply
 
 
 class Typed(NamedTuple):

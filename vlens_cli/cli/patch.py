@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from vlens_cli import hooks, models
-from vlens_cli.cli import asking, complete, options, output, prompts
+from vlens_cli.cli import asking, complete, options, output
 from vlens_cli.errors import UsageError
-from vlens_cli.query import METRICS, SWEEP_AXES, PatchQuery
+from vlens_cli.reply import METRICS, SWEEP_AXES
+
+if TYPE_CHECKING:
+    from vlens_cli.query import PatchQuery
 
 
 class Typed(NamedTuple):
@@ -56,7 +59,7 @@ class Typed(NamedTuple):
     no_daemon: bool
 
 
-@click.command("patch", cls=prompts.PromptCommand)
+@click.command("patch", cls=options.PromptCommand)
 @options.prompts
 @options.interventions
 @click.option("--target", "targets", multiple=True, metavar="TEXT",
@@ -102,6 +105,9 @@ def command(**typed: Any) -> None:
 
 
 def _query(asked: Typed) -> PatchQuery:
+    from vlens_cli.cli import prompts
+    from vlens_cli.query import PatchQuery
+
     given = prompts.sources(asked.prompts, asked.files, asked.tokens)
     sweep = _axes(asked)
     return PatchQuery(

@@ -88,7 +88,7 @@ def title(sweep: dict[str, Any]) -> str:
     what = {"prob": f"probability of {targets[0]}", "logit_diff": f"logit of {' minus '.join(targets[:2])}",
             "recovery": f"recovery of the logit of {' minus '.join(targets[:2])}"}[sweep["metric"]]
     ends = ", ".join(f"{run} {value(sweep[run])}" for run in ("base", "source"))
-    return f"{what}, patched at {', '.join(sweep['hooks'])}; {ends}"
+    return f"{what}, patched at {visible(', '.join(sweep['hooks']))}; {ends}"
 
 
 def value(number_: Value) -> str:
@@ -208,7 +208,7 @@ def _sequential(name: str, rows: list[str], columns: list[str], values: list[lis
 def bars_of(body: dict[str, Any]) -> list[Bars]:
     """The histograms of a reply of `param`."""
     found = [(entry["name"], entry.get("histogram")) for entry in body.get("params", ())]
-    return [Bars(f"{name}: values", one["edges"], one["counts"]) for name, one in found if one]
+    return [Bars(f"{visible(name)}: values", one["edges"], one["counts"]) for name, one in found if one]
 
 
 def write(body: dict[str, Any], targets: dict[str, Path]) -> None:
@@ -249,7 +249,7 @@ def _map(one: Map, down: float) -> Drawn:
     texts = [one.text(r, c) for r in range(len(grid.rows)) for c in range(len(grid.columns))]
     cell = max(CELL_WIDTH, 8 + LETTER * max(map(len, texts), default=0))
     top = down + 44 + tilted
-    parts = [f'<text x="8" y="{down + 18:.0f}">{_xml(one.title)}</text>', *_labels(grid, left, top, cell), *_cells(one, left, top, cell)]
+    parts = [f'<text x="8" y="{down + 18:.0f}">{escape(one.title)}</text>', *_labels(grid, left, top, cell), *_cells(one, left, top, cell)]
     width = max(left + cell * len(grid.columns) + tilted, LETTER * len(one.title) + 20)
     return parts, width, 44 + tilted + CELL_HEIGHT * len(grid.rows) + 10
 
@@ -257,10 +257,10 @@ def _map(one: Map, down: float) -> Drawn:
 def _labels(grid: Grid, left: float, top: float, cell: float) -> Iterator[str]:
     for n, label in enumerate(grid.rows):
         y = top + CELL_HEIGHT * (n + 0.7)
-        yield f'<text x="{left - 6:.1f}" y="{y:.1f}" text-anchor="end">{_xml(label)}</text>'
+        yield f'<text x="{left - 6:.1f}" y="{y:.1f}" text-anchor="end">{escape(label)}</text>'
     for n, label in enumerate(grid.columns):
         x, y = left + cell * (n + 0.5), top - 6
-        yield f'<text transform="translate({x:.1f} {y:.1f}) rotate(-45)">{_xml(label)}</text>'
+        yield f'<text transform="translate({x:.1f} {y:.1f}) rotate(-45)">{escape(label)}</text>'
 
 
 def _cells(one: Map, left: float, top: float, cell: float) -> Iterator[str]:
@@ -275,11 +275,11 @@ def _cell(one: Map, r: int, c: int, x: float, y: float, width: float) -> str:
     fill = colour(one.shade(shown))
     exact = repr(shown) if isinstance(shown, float | int) and math.isfinite(shown) else number(shown)
     text = f" {one.texts[r][c]}," if one.texts else ""
-    said = _xml(f"{one.grid.rows[r]}, {one.grid.columns[c]}:{text} {exact}")
+    said = escape(f"{one.grid.rows[r]}, {one.grid.columns[c]}:{text} {exact}")
     return (
         f'<g><title>{said}</title><rect x="{x:.1f}" y="{y:.1f}" width="{width:.0f}" height="{CELL_HEIGHT}" '
         f'fill="rgb{fill}"/><text x="{x + width / 2:.1f}" y="{y + CELL_HEIGHT * 0.7:.1f}" text-anchor="middle" '
-        f'fill="{ink(fill)}">{_xml(one.text(r, c))}</text></g>'
+        f'fill="{ink(fill)}">{escape(one.text(r, c))}</text></g>'
     )
 
 
@@ -287,10 +287,10 @@ def _bars(one: Bars, down: float) -> Drawn:
     """A histogram that begins `down` from the top: its parts, width and height."""
     most = max(one.counts) or 1
     bottom = down + 34 + BAR_HEIGHT
-    parts = [f'<text x="8" y="{down + 18:.0f}">{_xml(one.title)}</text>']
+    parts = [f'<text x="8" y="{down + 18:.0f}">{escape(one.title)}</text>']
     for n, count in enumerate(one.counts):
         high = BAR_HEIGHT * count / most
-        said = _xml(f"{number(one.edges[n])} to {number(one.edges[n + 1])}: {count}")
+        said = escape(f"{number(one.edges[n])} to {number(one.edges[n + 1])}: {count}")
         parts.append(f'<g><title>{said}</title><rect x="{10 + BAR_WIDTH * n}" y="{bottom - high:.1f}" width="{BAR_WIDTH - 1}" '
                      f'height="{high:.1f}" fill="rgb{BLUE}"/></g>')
     width = 20 + BAR_WIDTH * len(one.counts)
@@ -320,21 +320,21 @@ STYLE = ("body{font-family:sans-serif;margin:2em}td{font-family:monospace}th{tex
 
 def page(body: dict[str, Any], drawn: str) -> str:
     """A page with the pictures, the prompts, and what was asked."""
-    rows = "".join(f"<tr><th>{_xml(name)}</th><td>{_xml(text)}</td></tr>" for name, text in _facts(body))
+    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in _facts(body))
     name = title(body["sweep"]) if "sweep" in body else f"vlens {body['command']}"
-    return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{_xml(name)}</title>'
+    return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(name)}</title>'
             f"<style>{STYLE}</style></head>\n<body>\n{drawn}<table>{rows}</table>\n<div id=\"said\" hidden></div>\n"
             f"<script>{SCRIPT}</script>\n</body></html>\n")
 
 
 def _facts(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
     model, sweep = body["model"], body.get("sweep")
-    yield "model", f"{model['name']} ({model['family']}" + (f", {model['dtype']})" if model["dtype"] else ")")
+    yield "model", visible(f"{model['name']} ({model['family']}" + (f", {model['dtype']})" if model["dtype"] else ")"))
     if sweep:
         yield from (("prompt", _fed(sweep["tokens"])), ("source", _fed(sweep["source_tokens"])))
     else:
         yield from (("prompt", _fed(prompt["tokens"])) for prompt in body.get("prompts", ()))
-    yield from (("edit", edit["expression"]) for prompt in body.get("prompts", ())[:1] for edit in prompt.get("edits", ()))
+    yield from (("edit", visible(edit["expression"])) for prompt in body.get("prompts", ())[:1] for edit in prompt.get("edits", ()))
     if sweep:
         yield "cells", f"{sweep['cells']}, {' by '.join(sweep['axes'])}"
     yield "vlens", body["vlens"]
@@ -342,7 +342,3 @@ def _facts(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _fed(tokens: Sequence[dict[str, Any]]) -> str:
     return " ".join(f"#{token['id']}" if token["text"] is None else quoted(token["text"]) for token in tokens)
-
-
-def _xml(text: str) -> str:
-    return escape(visible(text))

@@ -17,20 +17,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 import click
 
+from vlens_cli.cli.options import LITERAL
 from vlens_cli.errors import PathError, PromptError, UsageError
 from vlens_cli.hooks import looks_like_hook
 from vlens_cli.query import Prompt
-
-_LITERAL = "vlens_cli.literal"
-
-
-class PromptCommand(click.Command):
-    """A command that remembers how many of its arguments stood after `--`; those are text, whatever they look like."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[_LITERAL] = len(args) - args.index("--") - 1 if "--" in args else 0
-        return super().parse_args(ctx, args)
-
 
 class Sources(NamedTuple):
     """Where the prompts of one command line come from, as typed. `n_literal` arguments, the last, are text as is; `dataset`
@@ -47,7 +37,7 @@ class Sources(NamedTuple):
 def sources(arguments: Sequence[str], files: Sequence[str], tokens: Sequence[str], dataset: str | None = None,
             column: str | None = None) -> Sources:
     """The sources of the command that runs now, which is a PromptCommand."""
-    return Sources(arguments, files, tokens, click.get_current_context().meta[_LITERAL], dataset, column)
+    return Sources(arguments, files, tokens, click.get_current_context().meta[LITERAL], dataset, column)
 
 
 # A prompt and where it was read: a file and line, or "" where it was typed.

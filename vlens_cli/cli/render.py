@@ -16,8 +16,14 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _SHORT = {"\n": r"\n", "\t": r"\t", "\r": r"\r"}
+# Of no width or ink, and printable all the same by Python's account: joiners, fillers, variation selectors.
+_UNSEEN = "\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef"
+_ESCAPED = re.compile(f"[{_UNSEEN}]")
 # What JSON allows raw in a string and a terminal obeys or hides: C1 controls, zero-width and bidi characters.
-_UNSAFE_JSON = re.compile("[\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]")
+_UNSAFE_JSON = re.compile("[\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"
+                          f"{_UNSEEN}]")
+# Behind a text that runs from right to left: without it a terminal that turns such texts turns the numbers after them too.
+LEFT_TO_RIGHT = "\u200e"
 _PIPE_WIDTH = 1_000_000  # wide enough that no table on a pipe is ever folded
 _WRAP = 100
 
@@ -34,10 +40,10 @@ def to_json(body: Any) -> str:
         text = dumps(body)
     except ValueError:  # a number that JSON has no word for: rare, and a long body takes its time to walk through
         text = dumps(_plain(body))
-    # None of the unsafe is printable: looked for only where something is not.
-    if text.isprintable():
+    # Most replies are long and hold none of it.
+    if text.isascii() and text.isprintable():
         return text
-    return _UNSAFE_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _UNSAFE_JSON.sub(lambda found: json.dumps(found[0])[1:-1], text)
 
 
 def _plain(value: Any) -> Any:
@@ -59,12 +65,23 @@ def _nonfinite(value: float) -> str:
 
 def visible(text: str) -> str:
     """Text with every character that a terminal obeys or hides written as an escape."""
-    return "".join(char if char.isprintable() else _escape(char) for char in text)
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(char if char.isprintable() and not _ESCAPED.match(char) else _escape(char) for char in text)
 
 
 def quoted(text: str) -> str:
     """Token text in quotes, so that its spaces are seen, with escapes that cannot be mistaken for text."""
-    return '"' + visible(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
+    shown = visible(text.replace("\\", "\\\\").replace('"', '\\"'))
+    if shown.isascii():
+        return f'"{shown}"'
+    from unicodedata import bidirectional, category
+
+    if category(shown[0])[0] == "M":
+        # An accent without its letter would go onto the quote.
+        shown = _escape(shown[0]) + shown[1:]
+    turned = any(bidirectional(char) in ("R", "AL") for char in shown)
+    return f'"{shown}"' + LEFT_TO_RIGHT * turned
 
 
 def _escape(char: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vlens_cli import __version__, models, params
 from vlens_cli.cli import asking, options, output, render
 from vlens_cli.errors import UsageError
-from vlens_cli.query import SCHEMA_VERSION, ParamQuery, Reply, Saved
+from vlens_cli.reply import SCHEMA_VERSION, Reply, Saved
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,6 +97,7 @@ def _body(model: Model, weights: Weights, entries: list[dict[str, Any]], **more:
 def ask(asked: Typed, target: Path | None, live: bool) -> Reply:
     """The reply of the engine; names are checked before it is waited for."""
     from vlens_cli import families
+    from vlens_cli.query import ParamQuery
 
     model = models.resolve(asked.model)
     families.catalog_for(model.config)

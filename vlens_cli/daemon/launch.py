@@ -13,12 +13,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vlens_cli import env
 from vlens_cli.daemon import runtime, wire
 from vlens_cli.errors import INSTALL_HINT, QueryError, StartError, VlensError
-from vlens_cli.query import EngineSpec
+
+if TYPE_CHECKING:
+    from vlens_cli.query import EngineSpec
 
 Show = Callable[[str], None]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -30,4 +31,5 @@ def open_session(spec: EngineSpec) -> Session:
     """A session that has not started its engine yet."""
     from vlens_cli.driver.session import Session
 
+    gc.enable()
     return Session(spec, json.loads((Path(spec.model) / "config.json").read_text(encoding="utf-8")))

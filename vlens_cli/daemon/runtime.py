@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -18,12 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vlens_cli import __version__, env
 from vlens_cli.errors import StartError
 from vlens_cli.models.folder import stamps
-from vlens_cli.query import EngineSpec
+
+if TYPE_CHECKING:
+    from vlens_cli.query import EngineSpec
 
 # sun_path holds 108 bytes with its end.
 LONGEST_SOCKET = 106
@@ -179,6 +180,9 @@ def _made(path: Path, last: bool) -> bool:
 def fingerprint(spec: EngineSpec) -> str:
     """16 hex digits that name an engine: what it is started with, the model's files by size and times, this Python and
     the variables that change numbers. Two commands with one fingerprint share an engine."""
+    # What it loads takes longer than a TAB needs otherwise.
+    import hashlib
+
     fields = spec.as_json() | {"name": None}
     parts = [fields, stamps(spec.model), sys.executable, sys.prefix, _engine_packages(), _variables()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -18,7 +18,7 @@ from vlens_cli import __version__
 from vlens_cli.driver.base import Result, Want
 from vlens_cli.driver.shards import engine_version, lay
 from vlens_cli.driver.tokens import Fed
-from vlens_cli.errors import BugError
+from vlens_cli.errors import BugError, QueryError
 from vlens_cli.families import Catalog
 from vlens_cli.query import EngineSpec, Saved
 
@@ -38,7 +38,7 @@ def write_capture(
     cast = getattr(torch, save_dtype) if save_dtype else None
     values = {key: results[n].captured[name].value for (n, name), key in keys.items()}
     # Whole numbers name something, such as experts, and are not cast.
-    tensors = {key: (t.to(dtype=cast) if t.is_floating_point() else t).contiguous() for key, t in values.items()}
+    tensors = {key: (narrow(key, t, cast) if cast and t.is_floating_point() else t).contiguous() for key, t in values.items()}
     return write_safetensors(file, tensors, about_capture(spec, dtype, catalog, fed, wants, results))
 
 
@@ -100,12 +100,33 @@ def write_safetensors(file: BinaryIO, tensors: dict[str, torch.Tensor | Pieces],
     laid = lay({key: (DTYPES[t.dtype], tuple(t.shape)) for key, t in tensors.items()}, metadata)
     file.write(laid.header)
     for key, t in tensors.items():
-        parts = [t] if isinstance(t, torch.Tensor) else (p.to("cpu", t.dtype).contiguous() for p in t.parts)
+        parts = [t] if isinstance(t, torch.Tensor) else (narrow(key, p, t.dtype).cpu().contiguous() for p in t.parts)
         written = sum(file.write(p.view(torch.uint8).numpy().data) for p in parts if p.numel())
         if written != t.nbytes:
             raise BugError(f"a bug in vlens: {key} was made in {written} bytes, not {t.nbytes}")
     file.flush()
     return Saved(len(tensors), laid.size)
+
+
+def narrow(name: str, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in the dtype that it is written in. Raises QueryError where that would make infinities of numbers."""
+    out, spilled = narrowed(t, dtype)
+    if spilled is not None and spilled:
+        raise too_narrow(name, dtype)
+    return out
+
+
+def narrowed(t: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A tensor in another dtype, and whether a number of it became infinite, [] on its device; None where none can."""
+    out = t.to(dtype)
+    if not (t.is_floating_point() and dtype.is_floating_point) or torch.finfo(dtype).max >= torch.finfo(t.dtype).max:
+        return out, None
+    return out, (out.isinf() & t.isfinite()).any()
+
+
+def too_narrow(name: str, dtype: torch.dtype) -> QueryError:
+    return QueryError(f"{name} has values that {str(dtype).removeprefix('torch.')} does not hold: beyond "
+                      f"{torch.finfo(dtype).max:.5g}", hint="--dtype-out bfloat16, or float32", code="too_narrow")
 
 
 def _dumps_shared(lists: dict[str, tuple[int, ...]]) -> str:

@@ -44,6 +44,7 @@ BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Variables by which float32 products become TF32 on a GPU, three digits instead of seven -> the values that do not.
 TF32 = {"TRITON_F32_DEFAULT": "ieee", "VLLM_FLOAT32_MATMUL_PRECISION": "highest", "NVIDIA_TF32_OVERRIDE": "0",
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
+TOO_LONG_HINT = "--max-len raises the limit as far as the model allows"
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 
 
@@ -179,7 +180,7 @@ def check_tokens(tokens: Sequence[int], d_vocab: int, plan: Plan, max_new_tokens
     longest = plan.max_len - max_new_tokens + 1
     if len(tokens) > longest:
         raise PromptError(f"a prompt of {len(tokens)} tokens is longer than this engine takes: {longest}",
-                          hint="--max-len raises the limit as far as the model allows", code="prompt_too_long")
+                          hint=TOO_LONG_HINT, code="prompt_too_long")
     if len(tokens) < plan.shortest_prompt:
         raise PromptError(
             f"with --max-len {plan.max_len} the engine rotates as for long prompts; a prompt of {len(tokens)} tokens has "

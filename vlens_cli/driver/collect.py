@@ -63,8 +63,12 @@ def answer(session: Session, query: CollectQuery, progress: Progress, into: Bina
     """Raises UsageError before any engine starts, StartError, QueryError."""
     if into is None:
         raise QueryError("a collection of prompts comes through a file, and none came", code="bad_frame")
-    with Folder(query.folder, query.token) as folder, tempfile.TemporaryFile(dir=query.folder) as kept:
-        return Collection(session, query, progress, folder).answer(into, kept)
+    folder = Folder(query.folder, query.token)
+    try:
+        with folder, tempfile.TemporaryFile(dir=query.folder) as kept:
+            return Collection(session, query, progress, folder).answer(into, kept)
+    except OSError as fault:
+        raise folder.not_written(fault) from fault
 
 
 class Collection:
@@ -216,8 +220,9 @@ class Collection:
             self.session.check_memory(boot.BYTES[self.session.plan.dtype] * max(prompts.tables) // len(self.tables))
         check_room(total, free + done, self.query.folder, self.query.max_bytes)
         before = f", {size_text(done)} of them there" if done else ""
-        self.progress(f"note: {len(prompts.tokens):,} prompts of {sum(prompts.tokens):,} tokens: {size_text(total)} to "
-                      f"write{before}, {size_text(free)} free")
+        n_prompts = len(prompts.tokens)
+        self.progress(f"note: {n_prompts:,} prompt{'s' * (n_prompts != 1)} of {sum(prompts.tokens):,} tokens: "
+                      f"{size_text(total)} to write{before}, {size_text(free)} free")
 
     # What a reply and the files say
 
@@ -229,6 +234,7 @@ class Collection:
         identity = {
             "model": spec.name, "revision": spec.revision, "model_files": _hash(stamps(spec.model)),
             "dtype": self.session.plan.dtype, "written_as": query.save_dtype, "vllm_version": engine_version(),
+            "chunk": self.session.plan.chunk, "compiled": self.session.plan.built is not None,
             "hooks": [[s.name, repr(s.pos), s.head, s.dim, repr(s.key)] for group in self.groups for s in group.hooks],
             "reduce": query.reduce, "interventions": _hash(query.interventions),
             "intervention_files": _hash([_stamp(path) for path in read]),

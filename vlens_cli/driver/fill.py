@@ -72,10 +72,9 @@ class Filling:
                         self._outlet.then(shard.finish)
             self._outlet.close()
         except QueryError as error:
-            if error.code == "output_failed":
+            if error.code == "output_failed" and isinstance(error.__cause__, OSError):
                 # The outlet knows files by their descriptors alone.
-                error.message += f": {self._of.query.folder}"
-                error.hint = "make room; --resume goes on with what is finished"
+                raise self._of.folder.not_written(error.__cause__) from error.__cause__
             raise
         finally:
             self._outlet.drop()
@@ -92,8 +91,11 @@ class Filling:
             part = Part(self._of, first, records)
             # Those that have their names are of no further use.
             self._shards = [shard for shard in self._shards if shard.file is not None]
-            self._shards.append(shard := self._open(name, part, records))
-            part.write_offsets(shard)
+            try:
+                self._shards.append(shard := self._open(name, part, records))
+                part.write_offsets(shard)
+            except OSError as fault:
+                raise self._of.folder.not_written(fault) from fault
             for start in range(0, len(records), TOGETHER):
                 several = range(start, min(start + TOGETHER, len(records)))
                 edits: Sequence[tuple[Edit, ...]] = [()] * len(several)
@@ -114,10 +116,7 @@ class Filling:
         texts = {key: json.dumps(value, ensure_ascii=False)
                  for key, value in self._of.metadata(self._identity, part.first, records).items()}
         folder = self._of.folder
-        try:
-            return Shard(folder.path / name, folder.draft(name), part.first, part.first + len(records), part.tensors(), texts)
-        except OSError as fault:
-            raise QueryError(f"the file could not be written, {fault.strerror}", code="output_failed") from fault
+        return Shard(folder.path / name, folder.draft(name), part.first, part.first + len(records), part.tensors(), texts)
 
 
 def written_as(dtypes: dict[str, torch.dtype], save_dtype: str | None) -> dict[str, torch.dtype]:

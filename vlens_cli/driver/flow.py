@@ -80,11 +80,17 @@ class Flow:
                 self._over = True
             elif request is None:
                 self._draining = True
-            elif self._flying and not self._driver.fits([one for _, one in self._flying.values()], request):
+            elif self._flying and not self._fits(request):
                 self._next = request
                 return
             else:
                 self._add(request)
+
+    def _fits(self, request: Request) -> bool:
+        """Whether a request can run beside those in flight. No prompt is cut in two by what is beside it: a last token that
+        is left over is multiplied in another order, and would be other bits in the next run."""
+        cut = request.max_new_tokens == 1 and self._tokens + _size(request) > self._driver.plan.chunk
+        return not cut and self._driver.fits([one for _, one in self._flying.values()], request)
 
     def _add(self, request: Request) -> None:
         key = uuid.uuid4().hex

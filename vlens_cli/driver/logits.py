@@ -249,7 +249,7 @@ def _write(reader: Reader, asked: Sequence[Asked], results: Sequence[Result], re
         shape = len(a.positions), session.catalog.dims.d_vocab
         tensors |= {prefix + key: blob.Pieces(shape, dtype, pieces) for key, pieces in parts.items()}
         added = attribution.tensors(read.attribution)
-        tensors |= {prefix + key: tensor.to(getattr(torch, save_dtype or "float32")) for key, tensor in added.items()}
+        tensors |= {prefix + key: blob.narrow(key, t, getattr(torch, save_dtype or "float32")) for key, t in added.items()}
         positions |= {prefix + key: list(a.positions) for key in parts} | {prefix + key: list(a.explained) for key in added}
     fed, chunks = [a.fed for a in asked], [r.chunks for r in results]
     metadata = blob.origin(session.spec, session.plan.dtype, session.catalog, fed, chunks) | {

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from vlens_cli.driver.base import Want
+from vlens_cli.driver.blob import narrowed, too_narrow
 from vlens_cli.errors import QueryError
 
 if TYPE_CHECKING:
@@ -135,7 +136,9 @@ class Outlet:
 
     def _send(self, name: str, value: torch.Tensor, places: list[tuple[int, int, int, int]]) -> None:
         """Queue rows [start, stop) of `value` for byte `offset` of `file`, each; the tensor is not used again."""
-        host, event = _to_host(value.to(self._dtypes[name]).contiguous())
+        value, spilled = narrowed(value, self._dtypes[name])
+        spill = None if spilled is None else _to_host(spilled)[0]
+        host, event = _to_host(value.contiguous())
         with self._changed:
             self._changed.wait_for(lambda: self._fault is not None or not self._queued or
                                    self._queued + host.nbytes <= MOST_QUEUED)
@@ -143,7 +146,7 @@ class Outlet:
                 # Nothing is written any more; the query is told between two steps.
                 return
             self._queued += host.nbytes
-            self._jobs.append(lambda: self._write(host, event, places))
+            self._jobs.append(lambda: self._write(name, host, spill, event, places))
             self._changed.notify_all()
 
     # What the query calls
@@ -197,10 +200,13 @@ class Outlet:
             with self._changed:
                 self._changed.notify_all()
 
-    def _write(self, host: torch.Tensor, event: Any, places: list[tuple[int, int, int, int]]) -> None:
+    def _write(self, name: str, host: torch.Tensor, spill: torch.Tensor | None, event: Any,
+               places: list[tuple[int, int, int, int]]) -> None:
         try:
             if event is not None:
                 event.synchronize()
+            if spill is not None and spill:
+                raise too_narrow(name, host.dtype)
             data = host.view(torch.uint8).numpy().reshape(-1).data if host.numel() else memoryview(b"")
             row_bytes = len(data) // max(1, len(host))
             for file, offset, buffers in _joined(places, data, row_bytes):

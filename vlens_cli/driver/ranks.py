@@ -112,6 +112,10 @@ class Ranks:
         padded = torch.nn.functional.pad(data, (0, max(sizes) - len(data)))
         return [carry.from_bytes(one[:size].numpy().tobytes()) for one, size in zip(self.each(padded), sizes, strict=True)]
 
+    def any(self, here: bool) -> bool:
+        """Whether something is so on any tensor-parallel rank."""
+        return here if self.tp == 1 else any(map(bool, self.each(torch.tensor([here]))))
+
     def sum(self, t: torch.Tensor) -> torch.Tensor:
         return t if self.tp == 1 else self._group.all_reduce(t.contiguous())
 

@@ -47,7 +47,7 @@ class Session:
         if found is not None:
             check_checkpoint(self.catalog, config, found)
         self.plan = boot.plan(spec, config, self.catalog)
-        self.tokens = Tokens(spec.model)
+        self.tokens = Tokens(spec.model, self.plan.max_len)
         self._driver: VLLMDriver | None = None
         self._cancelled: Callable[[], bool] = lambda: False
         self._between: Callable[[], None] = lambda: None

@@ -129,8 +129,8 @@ class Shard:
     def finish(self) -> None:
         """Everything is written: the header, then the name."""
         write_at(self.file, 0, self._header)
-        self._close()
         os.rename(self._draft, self.path)
+        self._close()
 
     def drop(self) -> None:
         """Take away a draft that will not be finished."""
@@ -197,15 +197,21 @@ class Folder:
     def __exit__(self, *fault: object) -> None:
         os.close(self._lock)
 
+    def not_written(self, fault: OSError) -> QueryError:
+        """What to raise when the folder is full, or gone."""
+        full = fault.errno in (errno.ENOSPC, errno.EDQUOT)
+        return QueryError(f"this folder could not be written, {fault.strerror}: {self.path}", code="output_failed",
+                          hint=f"{'make room; ' * full}--resume goes on with what is finished")
+
     def draft(self, name: str) -> Path:
         return self.path / f".{name}.{self._token}{DRAFT_END}"
 
     def finished(self, query: dict[str, Any], resume: bool) -> dict[str, dict[str, Any]]:
         """Names of whole shards -> their headers. Raises PathError where there are any and `resume` is not asked,
         UsageError where they are of another query."""
-        found = {path.name: header for path in sorted(self.path.glob("capture-*-of-*.safetensors"))
-                 if (header := header_of(path)) is not None}
-        if (found or (self.path / INDEX).exists()) and not resume:
+        named = sorted(self.path.glob("capture-*-of-*.safetensors"))
+        found = {path.name: header for path in named if (header := header_of(path)) is not None}
+        if (named or os.path.lexists(self.path / INDEX)) and not resume:
             raise PathError(f"this folder already holds a capture: {self.path}",
                             hint="--resume goes on with it; or name another folder", code="folder_taken")
         for name, header in found.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -70,8 +70,8 @@ class _Tree:
         lacking = {"blocks.{i}.hook_resid_mid"} if parallel else set()
         rows = [row for row in map(lambda row: self._placed(row, roles), self._catalog.spec.rows) if row and row.hook not in lacking]
         hooks = {row.hook for row in rows}
-        rows = [replace(self._read(row, first), of=tuple(_attended(hook, hooks) for hook in row.of)) for row in rows]
-        spec = replace(self._catalog.spec, rows=tuple(rows), modules=roles, norm=self._norm_kind(roles), batch_axis=self._of_backend,
+        rows = [self._read(row, first)._replace(of=tuple(_attended(hook, hooks) for hook in row.of)) for row in rows]
+        spec = self._catalog.spec._replace(rows=tuple(rows), modules=roles, norm=self._norm_kind(roles), batch_axis=self._of_backend,
                        rotation="tables" if self._of_backend else "engine")
         found = Catalog(spec, self._catalog.dims, self._catalog._config)
         return Layout(found, {name: NO_MODULE for name in self._catalog.names if name not in found.points})
@@ -82,7 +82,7 @@ class _Tree:
             return None
         if row.module in roles:
             return row
-        return replace(row, module=row.otherwise, split=(), part=0) if row.otherwise in roles else None
+        return row._replace(module=row.otherwise, split=(), part=0) if row.otherwise in roles else None
 
     def _read(self, row: Row, first: bool) -> Row:
         """A row of the stream, as this tree's blocks and norms carry it."""
@@ -91,8 +91,8 @@ class _Tree:
             names = inspect.signature(self._modules[self._blocks[0]].forward).parameters
             stream = [name for name in STREAM_NAMES if name in names][:1]
             rest = [name for name in ("residual",) if name in names and not first]
-            return replace(row, inputs=tuple(stream + rest) if row.inputs else (), outputs=(0, *(() if first else (1,))) if row.outputs else ())
-        return replace(row, inputs=(0,)) if first and row.inputs == (0, 1) else row
+            return row._replace(inputs=tuple(stream + rest) if row.inputs else (), outputs=(0, *(() if first else (1,))) if row.outputs else ())
+        return row._replace(inputs=(0,)) if first and row.inputs == (0, 1) else row
 
     def _find_blocks(self) -> list[str]:
         """The paths of the blocks: the one list of as many modules as there are layers that has attention."""

@@ -9,13 +9,15 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from vlens_cli.driver.boot import translated
+from vlens_cli.driver.boot import TOO_LONG_HINT, translated
 from vlens_cli.driver.hide import hide_broken_packages
 from vlens_cli.errors import PromptError
 from vlens_cli.query import BOS_NOTE, Prompt
 
 NO_TOKENIZER_HINT = "give token ids: --tokens 1,2,3"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
+# Of a text's beginning, for each token that may be fed: a token of a language has about four.
+CHARACTERS = 16
 # Tokens that one character, or a row of broken ones, is looked for in.
 LONGEST_GROUP = 16
 # Classes that are nothing but their tokenizer.json.
@@ -35,10 +37,11 @@ class Fed:
 
 
 class Tokens:
-    """The tokenizer of one model folder; a folder without one still names the ids it is given."""
+    """The tokenizer of one model folder; a folder without one still names the ids it is given. `most` tokens may be fed."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, most: int | None = None) -> None:
         self._folder = folder
+        self._most = most
         self._loaded: Any = None
         # What each id decodes to: at most a vocabulary, and a long prompt repeats itself.
         self._texts: dict[int, str] = {}
@@ -169,17 +172,30 @@ class Tokens:
 
     def _encode(self, text: str, chat: bool, bos: bool | None) -> list[int]:
         """A chat template writes its own special tokens; elsewhere the tokenizer's rule holds, then `bos`."""
-        plain = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        ids = plain if chat else list(self.tokenizer(text)["input_ids"])
+        self._check_length(text)
+        ids = list(self.tokenizer(text, add_special_tokens=not chat)["input_ids"])
         first = self.tokenizer.bos_token_id
         if bos is True and first is None:
             raise PromptError("this tokenizer has no BOS token", hint="leave out --bos", code="no_bos")
         if bos is True and ids[:1] != [first]:
             return [first, *ids]
         # A BOS that was typed stays; the one that the tokenizer or the template put before the text goes.
-        if bos is False and first is not None and ids[:1] == [first] and (chat or ids[1 : len(plain) + 1] == plain):
-            return ids[1:]
+        if bos is False and first is not None and ids[:1] == [first]:
+            plain = ids[1:] if chat else list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            return ids[1:] if ids[1 : len(plain) + 1] == plain else ids
         return ids
+
+    def _check_length(self, text: str) -> None:
+        """Refuse a text by its beginning where that alone is far too long: a line of megabytes takes minutes to tokenize.
+        Raises PromptError."""
+        read = CHARACTERS * (self._most or len(text))
+        while read < len(text):
+            n = len(self.tokenizer(text[:read], add_special_tokens=False)["input_ids"])
+            # Twice as many: at the cut there may be some that the whole text does not have.
+            if n > 2 * self._most:
+                raise PromptError(f"a prompt of {len(text):,} characters, {n:,} tokens in the first {read:,}, is longer than "
+                                  f"this engine takes: {self._most}", hint=TOO_LONG_HINT, code="prompt_too_long")
+            read *= 4
 
     def _double_bos(self, ids: list[int]) -> tuple[str, ...]:
         first = self.tokenizer.bos_token_id

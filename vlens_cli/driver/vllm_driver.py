@@ -8,24 +8,23 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vlens_cli import hooks, params
-from vlens_cli.driver import boot, contract, internals, workers
+from vlens_cli.driver import boot, contract
 from vlens_cli.driver.base import LOGITS, Captured, Edit, ForwardResult, Request, Result, Want
+from vlens_cli.driver.engine import Engine, spanned
 from vlens_cli.driver.flow import Flow
 from vlens_cli.driver.gather import Sharding
 from vlens_cli.driver.locate import ELSEWHERE
-from vlens_cli.driver.outlet import Slot
 from vlens_cli.driver.proof import PROOF_TOKENS, TOLERANCE, WRITTEN_TOGETHER
 from vlens_cli.driver.tokens import Tokens
 from vlens_cli.driver.unembed import UNEMBED_ROWS
 from vlens_cli.driver.weights import LiveWeights, as_tensor
-from vlens_cli.errors import LOG_HINT, HookError, QueryError, StartError, UsageError
+from vlens_cli.errors import HookError, QueryError, StartError, UsageError
 from vlens_cli.families import Catalog
 from vlens_cli.query import EngineSpec
 from vlens_cli.reader import answer as reader
@@ -38,7 +37,7 @@ STREAM_POINT = re.compile(r"blocks\.\d+\.hook_resid_(pre|mid|post)")
 REPLAY_ROWS = 8192
 
 
-class VLLMDriver:
+class VLLMDriver(Engine):
     """Runs forwards of one model and reads inside them.
 
     architecture                 the model's class, as its config.json names it
@@ -51,21 +50,13 @@ class VLLMDriver:
 
     def __init__(self, spec: EngineSpec, plan: boot.Plan, catalog: Catalog) -> None:
         """Build the engine and prove its points. Raises StartError."""
-        self.spec = spec
-        self.plan = plan
-        self.catalog = catalog
+        super().__init__(spec, plan, catalog)
         self.architecture: str = _architecture(spec.model)
         # Tokens a second, as last seen.
         self.rate = 0.0
         self._replays = True
-        self._dead = False
-        self._llm = boot.boot(spec, plan)
-        self.can_sleep = internals.can_sleep()
-        self.asleep = False
         self.buffer_bytes = 0
         try:
-            with boot.translated():
-                self._workers = boot.workers(self._llm, spec)
             self._find_points()
             if spec.tp > 1:
                 self._check_shards()
@@ -136,11 +127,6 @@ class VLLMDriver:
         """transformers' tokenizer of this model. Raises StartError where its folder has none."""
         return Tokens(self.spec.model).tokenizer
 
-    def __enter__(self) -> VLLMDriver:
-        return self
-
-    def __exit__(self, *fault: object) -> None:
-        self.close()
 
     def supports(self, feature: str) -> bool:
         """Whether this driver has a capability, by a word of ours or of TransformerLens' KNOWN_FEATURES."""
@@ -338,42 +324,6 @@ class VLLMDriver:
             raise QueryError(f"{path}.{attribute}: {found}", hint="--from checkpoint", code="not_in_engine")
         return [(found, Sharding())]
 
-    def sleep(self) -> int:
-        """Move the weights to the host's memory and drop keys and values, until `wake`; bytes of GPU memory freed.
-
-        Raises UsageError for an engine on a processor.
-        """
-        if not self.can_sleep:
-            raise UsageError("sleep moves weights from a GPU to the host's memory, and this engine runs on a processor",
-                             hint="`vlens engine stop` frees its memory", code="cannot_sleep")
-        before = internals.free_gpu_bytes()
-        self._llm.sleep(level=1)
-        self.asleep = True
-        return internals.free_gpu_bytes() - before
-
-    def wake(self) -> None:
-        """Bring back what `sleep` moved away. Raises StartError where another process has taken the memory."""
-        try:
-            self._llm.wake_up()
-        except Exception as fault:
-            # Whatever the allocator raises, the engine's memory is not all there.
-            raise StartError(f"the engine did not wake: {boot.one_line(fault)}", code="engine_failed",
-                             hint="`vlens engine stop` ends it; the next command starts a new one") from fault
-        self.asleep = False
-
-    def end_workers(self) -> None:
-        """End worker processes, for a process that is about to end itself; nothing more is answered."""
-        if self._llm is not None and not self._workers.local:
-            internals.end_workers(self._llm)
-
-    def close(self) -> None:
-        """Free the engine, and leave other drivers of this process alone; a second call does nothing."""
-        if self._llm is None:
-            return
-        if not self.died:
-            self._call("vlens_drop")
-        boot.shut_down(self._llm)
-        self._llm = None
 
     def _prove(self, points: list[str]) -> dict[str, str]:
         """One short forward with every point captured that is not rebuilt, checked in the worker; refused names -> reasons."""
@@ -467,105 +417,10 @@ class VLLMDriver:
             raise UsageError(f"{edit.name} takes a direction of {row[-1]} numbers; this one has {list(edit.direction.shape)}",
                              code="wrong_width")
 
-    def _generate(self, requests: Sequence[Request], keys: list[str]) -> list[Any]:
-        for r, key in zip(requests, keys, strict=True):
-            self.submit(key, r)
-        finished: dict[str, Any] = {}
-        while len(finished) < len(keys):
-            finished |= self.step()
-        return [finished[key] for key in keys]
 
     def fits(self, in_flight: Sequence[Request], request: Request) -> bool:
         """Whether a request can run beside others."""
         return True
-
-    def submit(self, key: str, request: Request) -> None:
-        """Give the engine a request, under a name of its own."""
-        from vllm import SamplingParams
-
-        capture = {name: want.as_json() for name, want in request.capture.items()}
-        if request.edits:
-            self._call("vlens_edit", key, request.edits)
-        if request.slot and self._workers.local:
-            self._call("vlens_slot", key, request.slot)
-            capture = {}
-        elif request.slot:
-            # Its files are open in this process alone; rows are reduced on their way into them.
-            capture = {name: replace(want, reduce=None).as_json() for name, want in request.slot.wants.items()}
-        self._llm.llm_engine.add_request(key, {"prompt_token_ids": list(request.tokens)}, SamplingParams(
-            max_tokens=request.max_new_tokens, temperature=0.0, ignore_eos=True, detokenize=False, skip_clone=True,
-            logprobs=-1 if request.final_logprobs else None, extra_args={"vlens": {"key": key, "capture": capture}},
-        ))
-
-    def step(self) -> dict[str, Any]:
-        """One forward of what is in flight; the outputs of those that have ended."""
-        return {out.request_id: out for out in self._llm.llm_engine.step() if out.finished}
-
-    def result(self, request: Request, key: str, output: Any) -> Result:
-        """What an ended request gave. Raises QueryError where rows or edits are missing."""
-        taken = _merged(self._workers.call("vlens_take", key))
-        new = tuple(output.outputs[0].token_ids)
-        captured = {name: Captured(*pair) for name, pair in taken["values"].items()}
-        if request.slot:
-            self._into_slot(request.slot, captured)
-            captured = {}
-            request.slot.check()
-        elif missing := request.capture.keys() - captured.keys():
-            raise QueryError(f"no rank gave a value of {min(missing)}", code="rows_missing")
-        for name, one in captured.items():
-            fed = len(request.tokens) + len(new) - 1
-            _check_rows(name, one, request.capture[name], fed, self.catalog.token_axis(name))
-        for edit, fired in zip(request.edits, taken["fired"], strict=True):
-            if not fired:
-                raise QueryError(f"an edit of {edit.name} was asked and never applied", code="edit_missing")
-        logprobs = self._final_logprobs(output) if request.final_logprobs else None
-        return Result(captured, new, taken["chunks"], tuple(taken["fired"]), logprobs)
-
-    def _into_slot(self, slot: Slot, captured: dict[str, Captured]) -> None:
-        """What came from workers in other processes; one in this process has sent it while the forward ran."""
-        for name, one in captured.items():
-            if "pos" in self.catalog.axes(name):
-                slot.outlet.put(slot, name, one.positions, one.value)
-            else:
-                slot.outlet.put_whole(slot, name, one.positions, one.value)
-
-    def _final_logprobs(self, output: Any) -> torch.Tensor:
-        """[d_vocab] of the first new token, by the engine's sampler; -inf where it names none."""
-        found = output.outputs[0].logprobs[0]
-        logprobs = torch.full((self.catalog.dims.d_vocab,), float("-inf"))
-        for token, one in found.items():
-            if token < len(logprobs):
-                logprobs[token] = one.logprob
-        return logprobs
-
-    def abandon(self) -> None:
-        """Leave nothing of a broken-off batch in the scheduler or in the workers."""
-        if self.died:
-            return
-        internals.abort_all(self._llm)
-        self._call("vlens_drop")
-
-    @property
-    def died(self) -> bool:
-        """Whether the engine has lost a worker process: it answers nothing more."""
-        return self._dead or self._llm is not None and internals.has_failed(self._llm)
-
-    def check_alive(self, fault: Exception) -> None:
-        """Raises QueryError where the engine has lost a worker process, as `fault` or the engine says."""
-        self._dead = self._dead or internals.says_dead(fault)
-        if self.died:
-            raise QueryError("a worker process of the engine has ended; the engine ends too", code="worker_died",
-                             hint=f"the next command starts a new one; {LOG_HINT}")
-
-    def _call(self, method: str, *args: Any) -> Any:
-        """What a method of the workers gives in the pipeline stage that has what is asked."""
-        return workers.one(self._workers.call(method, *args))
-
-
-def _merged(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What `vlens_take` of each pipeline stage gave, as one stage would."""
-    values = {name: pair for stage in stages for name, pair in stage["values"].items()}
-    return {"values": values, "chunks": stages[0]["chunks"], "fired": [max(of) for of in zip(*(s["fired"] for s in stages), strict=True)]}
 
 
 def _check_formed(edit: Edit, last: int, kept: Want | None) -> None:
@@ -574,7 +429,7 @@ def _check_formed(edit: Edit, last: int, kept: Want | None) -> None:
         return
     if kept is None or kept.positions is not None and not set(kept.positions) & set(edit.positions):
         raise HookError(f"{edit.name} is formed here at the prompt's last position, {last}, and at generated ones; this edits "
-                        f"{_span(tuple(sorted(edit.positions)))} alone, and nothing follows from them", code="not_formed")
+                        f"{spanned(tuple(sorted(edit.positions)))} alone, and nothing follows from them", code="not_formed")
 
 
 def _check_indices(edit: Edit, indices: tuple[int, ...] | None, size: int, what: str) -> None:
@@ -598,19 +453,6 @@ def _check_part(edit: Edit, part: Any, row: list[int], fed: int) -> None:
 
 def _cut_dims(rows: torch.Tensor, dims: tuple[int, ...] | None) -> torch.Tensor:
     return rows if dims is None else rows[:, list(dims)]
-
-
-def _check_rows(name: str, captured: Captured, want: Want, fed: int, axis: int) -> None:
-    """The rows must be exactly the asked positions; fewer, more or others are an error, never data."""
-    asked = tuple(range(fed)) if want.positions is None else want.positions
-    rows = len(asked) if want.reduce is None else 1
-    if captured.positions != asked or captured.value.shape[axis : axis + 1] != (rows,):
-        raise QueryError(f"{name} gave rows at {_span(captured.positions)} where {_span(asked)} were asked",
-                         code="rows_missing")
-
-
-def _span(positions: tuple[int, ...]) -> str:
-    return f"{len(positions)} positions {positions[0]}..{positions[-1]}" if positions else "no position"
 
 
 def _proof_tokens(d_vocab: int, count: int) -> tuple[int, ...]:

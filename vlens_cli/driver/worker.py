@@ -158,9 +158,12 @@ class LensWorker(EngineWorker):
         """
         record = self._taps.take(key)
         if record.fault is not None:
+            self._ranks.any(True)
             raise record.fault
         values = {}
-        for name in record.wants:
+        # Another rank that has failed does not take part in what follows.
+        failed = self._ranks.any(False)
+        for name in () if failed else record.wants:
             if record.slot is None:
                 values[name] = self._finish(record, name)
             elif not record.leaves(self._taps.points[name]):

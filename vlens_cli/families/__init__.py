@@ -48,10 +48,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vlens_cli.errors import BugError, StartError
 
@@ -81,8 +80,10 @@ _AXIS_DIMS = {"head": "n_heads", "kv_head": "n_kv_heads", "expert": "n_experts",
 TOKEN_AXES = ("pos", "query", "key")
 
 
-@dataclass(frozen=True)
-class Row:
+# Named tuples: a dataclass takes a millisecond to make, and every client waits for each.
+
+
+class Row(NamedTuple):
     """One hook point of a family.
 
     hook     name with {i} for the layer       module   role in the family's module table
@@ -125,8 +126,7 @@ class Row:
         return bool(self.derive) or len(self.inputs) + len(self.outputs) > 1
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """One family file, with what it inherits."""
 
     name: str
@@ -152,8 +152,7 @@ class Family:
     layouts: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Dims:
+class Dims(NamedTuple):
     """Widths of one model; 0 where it has none: `n_experts` and `n_active` (experts a token) of a mixture of experts,
     `d_shared` of the experts that every position has; of latent attention `d_q_latent` and `d_latent` of the rows, and of each
     head's query and key `d_nope` numbers that do not turn, `d_rope` that do, `d_query` together, `d_kv` of its key without
@@ -193,7 +192,7 @@ class Catalog:
 
     def over(self, layout: Family) -> Catalog:
         """The same model's points in another of its family's module trees."""
-        return Catalog(replace(layout, name=self.family), self.dims, self._config)
+        return Catalog(layout._replace(name=self.family), self.dims, self._config)
 
     @cached_property
     def points(self) -> dict[str, tuple[Row, int | None]]:

@@ -198,7 +198,8 @@ def _histogram(x: np.ndarray, edges: np.ndarray) -> np.ndarray:
     places -= np.rint(places)
     places *= places
     unsure = np.flatnonzero(places < slack * slack)
-    bins[unsure] = np.clip(np.searchsorted(edges, x[unsure], side="right") - 1, 0, last)
+    if len(unsure):
+        bins[unsure] = np.clip(np.searchsorted(edges, x[unsure], side="right") - 1, 0, last)
     return np.bincount(bins, minlength=last + 1)
 
 

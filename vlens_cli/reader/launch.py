@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 from typing import TYPE_CHECKING
@@ -11,16 +10,10 @@ from typing import TYPE_CHECKING
 # What else is needed is imported when the reader imports too.
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import Any, BinaryIO
+    from typing import Any, BinaryIO, NoReturn
 
     from vlens_cli.errors import VlensError
 
-_MAIN = """
-import sys
-sys.path[:] = sys.argv[2].split(chr(10))
-from vlens_cli.reader.serve import main
-main(int(sys.argv[1]))
-"""
 # The reader that `begin` started, until it is taken.
 _begun: Reader | None = None
 # With these another reader is wanted, or none.
@@ -55,17 +48,12 @@ class Reader:
 
     def __init__(self, threads: bool = False) -> None:
         self._sock, theirs = socket.socketpair()
-        with theirs:
-            theirs.set_inheritable(True)
-            self._pid = os.posix_spawn(
-                # -S: it is told where the packages are; finding out by itself takes as long as a tenth of the answer.
-                # -P: a file of the user's folder must not stand in for one of Python's modules.
-                sys.executable, [sys.executable, "-S", "-P", "-c", _MAIN, str(theirs.fileno()), "\n".join(_path())],
-                os.environ | ({} if threads else {"OPENBLAS_NUM_THREADS": "1"}),
-                file_actions=[(os.POSIX_SPAWN_OPEN, n, os.devnull, os.O_RDWR, 0) for n in (0, 1)],
-                # Ctrl-C is for this process, which then ends the reader.
-                setpgroup=0,
-            )
+        # Forked, not spawned: a Python that is up is a tenth of the answer. Nothing here has threads, or waits in a buffer.
+        self._pid = os.fork()
+        if not self._pid:
+            self._sock.close()
+            _serve(theirs, threads)
+        theirs.close()
 
     def __enter__(self) -> Reader:
         return self
@@ -77,7 +65,9 @@ class Reader:
         """End it; a second call does nothing."""
         self._sock.close()
         if self._pid is not None:
-            os.kill(self._pid, signal.SIGKILL)
+            from signal import SIGKILL
+
+            os.kill(self._pid, SIGKILL)
             self._wait()
 
     def _wait(self) -> int:
@@ -105,13 +95,25 @@ class Reader:
         return answer
 
 
-def _path() -> list[str]:
-    """Where this process finds modules, and the folder that holds this package: an editable install is found by a hook
-    of `site`, and not by the path."""
-    import vlens_cli
+def _serve(sock: socket.socket, threads: bool) -> NoReturn:
+    """What the reader does, and all that it does."""
+    code = 1
+    try:
+        # Ctrl-C is for the other process, which then ends this one.
+        os.setpgid(0, 0)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1):
+            os.dup2(nowhere, descriptor)
+        if not threads:
+            os.environ["OPENBLAS_NUM_THREADS"] = "1"
+        from vlens_cli.reader import serve
 
-    own = os.path.dirname(os.path.dirname(vlens_cli.__file__))
-    return sys.path if own in sys.path else [*sys.path, own]
+        serve.main(sock)
+        code = 0
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(code)
 
 
 def _error(fields: dict[str, Any]) -> VlensError:

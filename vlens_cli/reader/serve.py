@@ -10,17 +10,17 @@ from vlens_cli.daemon import wire
 from vlens_cli.errors import BugError, QueryError, VlensError
 
 
-def main(descriptor: int) -> None:
-    with socket.socket(fileno=descriptor) as sock:
-        # Before the first word, so that it runs while the asker still finds out what to ask.
-        import vlens_cli.reader.answer  # noqa: F401
+def main(sock: socket.socket) -> None:
+    """Answer until the other side is gone."""
+    # Before the first word, so that it runs while the asker still finds out what to ask.
+    import vlens_cli.reader.answer  # noqa: F401
 
-        while True:
-            try:
-                frame, into = wire.receive_with_descriptor(sock)
-            except wire.WireError:
-                return
-            wire.send(sock, _answered(frame, into))
+    while True:
+        try:
+            frame, into = wire.receive_with_descriptor(sock)
+        except wire.WireError:
+            return
+        wire.send(sock, _answered(frame, into))
 
 
 def _answered(frame: dict[str, Any], into: int | None) -> dict[str, Any]:
