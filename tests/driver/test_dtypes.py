@@ -72,6 +72,8 @@ def test_a_smaller_dtype_is_as_far_off_as_it_explains(engines, tiny, family, dty
         return
     want = of_prompt(reference(folder, [SHORT]), 0)
     with mended(engines, folder, family, dtype=dtype) as driver:
+        refused = driver.non_fireable_hook_points
+        assert {n: why for n, why in refused.items() if why != driver.catalog.row(n).absent} == {}
         watched = Watched(driver)
         (got,) = capture(driver, [SHORT])
         watched.close()
