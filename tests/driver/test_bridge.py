@@ -35,6 +35,13 @@ def reference(tiny, tmp_path_factory):
     return made
 
 
+@pytest.fixture(autouse=True)
+def forget(engines):
+    """A bridge closes its driver when it is collected, which may be in a later test."""
+    yield
+    engines.close()
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma2"])
 def test_a_cache_equals_that_of_boot_transformers(tiny, engines, reference, family, capsys):
     from vlens_cli.driver.lens_bridge import over

@@ -22,7 +22,7 @@ from vlens_cli.families import FAMILIES
 pytestmark = pytest.mark.slow
 ENLARGED = 8.0
 # What vLLM does not run, in its own words.
-NO_FLOAT16 = ("gemma2", "gemma3_text")
+NO_FLOAT16 = ("gemma2", "gemma3_text", "glm4")
 # Which experts are chosen is a step: where two are near, another dtype takes the other.
 EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2")
 
@@ -72,6 +72,8 @@ def test_a_smaller_dtype_is_as_far_off_as_it_explains(engines, tiny, family, dty
         return
     want = of_prompt(reference(folder, [SHORT]), 0)
     with mended(engines, folder, family, dtype=dtype) as driver:
+        refused = driver.non_fireable_hook_points
+        assert {n: why for n, why in refused.items() if why != driver.catalog.row(n).absent} == {}
         watched = Watched(driver)
         (got,) = capture(driver, [SHORT])
         watched.close()

@@ -173,7 +173,9 @@ class Proof:
         except RuntimeError:  # torch's word for widths that do not fit
             wanted = found[0].new_empty(0)
         fits = found[0].numel() == wanted.numel()
-        yield Check((got, *of), law, found[0].reshape(wanted.shape) if fits else found[0], wanted, weak)
+        # Weights of experts are float32 whatever they are made of: what rounding explains, the coarsest dtype says.
+        coarsest = max((t.dtype for t in found if t.is_floating_point()), key=lambda dtype: torch.finfo(dtype).eps)
+        yield Check((got, *of), law, (found[0].reshape(wanted.shape) if fits else found[0]).to(coarsest), wanted.to(coarsest), weak)
 
     def _ends(self) -> Iterator[Check]:
         first, last = "blocks.0.hook_resid_pre", f"blocks.{self._layers - 1}.hook_resid_post"
