@@ -233,7 +233,9 @@ def test_of_several_ranks_one_killed_is_missed_at_once_and_nothing_is_left(engin
     while of_group(pid) or set(os.listdir("/dev/shm")) - shared:
         assert time.monotonic() - killed < 10, (of_group(pid), os.listdir("/dev/shm"))
         time.sleep(0.1)
-    assert engine.pids == [] and engine.capture("again")["prompts"][0]["tokens"]
+    assert engine.pids == []
+    assert [path.name for path in engine.work.iterdir() if path.is_socket() or path.name.startswith("vlens-")] == []
+    assert engine.capture("again")["prompts"][0]["tokens"]
 
 
 def test_a_script_without_a_main_guard_may_open_a_driver(engine):

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -291,7 +291,7 @@ def boot(spec: EngineSpec, plan: Plan) -> Any:
     Raises StartError: vLLM missing or broken, the model refused, memory short.
     """
     prepare(plan.built is not None, spec.tp * spec.pp)
-    if plan.built is not None:
+    if plan.built is not None or executor(spec) != "uni":
         _settle_compiler()
     with translated(), _scratch(), _children():
         from vllm import LLM
@@ -321,15 +321,25 @@ def _settle_compiler() -> None:
         internals.settle_compiler()
 
 
+# Where vLLM's processes meet; a path of a socket has at most a hundred letters.
+_SOCKETS = "VLLM_RPC_BASE_PATH"
+LONGEST_FOLDER = 60
+
+
 @contextmanager
 def _scratch() -> Iterator[None]:
     """A folder for temporary files that goes when the engine is up, or broken off.
 
-    vLLM (0.32) makes a file there through which ranks meet, and leaves it behind if it is not ended in order; a single
-    rank has met itself by then.
+    vLLM (0.32) makes a file there through which ranks meet, and sockets of worker processes, and leaves them behind if it
+    is not ended in order; ranks have met by then, and open sockets need no name.
     """
-    with tempfile.TemporaryDirectory(prefix="vlens-") as folder:
+    with tempfile.TemporaryDirectory(prefix="vlens-") as folder, ExitStack() as stack:
         kept, tempfile.tempdir = tempfile.tempdir, folder
+        if _SOCKETS not in os.environ:
+            short = folder if len(folder) <= LONGEST_FOLDER else stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="vlens-", dir="/tmp"))
+            os.environ[_SOCKETS] = short
+            stack.callback(os.environ.pop, _SOCKETS, None)
         try:
             yield
         finally:
