@@ -171,6 +171,15 @@ def test_another_spec_replaces_the_first_engine(vlens):
     assert [one["pid"] for one in vlens.engines()] == [second.pid]
 
 
+@pytest.mark.parametrize("args, told", [(["--max-len", "1000000"], "more than this model takes"),
+                                        (["--tp", "64"], "does not divide this model's")])
+def test_an_engine_that_cannot_be_started_ends_no_other(vlens, args, told):
+    first = vlens.capture()
+    refused = vlens.capture("hello", *args)
+    assert refused.code == 2 and told in refused.err
+    assert [one["pid"] for one in vlens.engines()] == [first.pid] and len(vlens.started) == 1
+
+
 def test_keep_2_keeps_two_and_ends_the_oldest_for_a_third(vlens):
     first = vlens.capture(VLENS_KEEP="2")
     second = vlens.capture("hello", "--dtype", "float16", VLENS_KEEP="2")

@@ -153,7 +153,7 @@ def _query(asked: Typed, skipped: list[str]) -> CaptureQuery:
     from vlens_cli.query import CaptureQuery
 
     given = prompts.sources(asked.prompts, asked.files, asked.tokens, asked.dataset, asked.column)
-    on_bad = (lambda error: skipped.append(error.message)) if asked.skip_bad else None
+    on_bad = (lambda where, error: skipped.append(error.message)) if asked.skip_bad else None
     return CaptureQuery(
         prompts=prompts.collect(given, chat=asked.chat, system=asked.system, bos=asked.bos, on_bad=on_bad),
         hooks=asked.hooks,

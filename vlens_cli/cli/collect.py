@@ -34,7 +34,7 @@ def run(asked: Typed, check: Callable[[CollectQuery, dict[str, Any]], None], as_
     folder = output.folder(asked.output)
     try:
         with _spool(folder) as spool:
-            skipped: list[str] = []
+            skipped: list[dict[str, str]] = []
             try:
                 count = _write(spool, asked, skipped)
             except OSError as fault:
@@ -46,9 +46,12 @@ def run(asked: Typed, check: Callable[[CollectQuery, dict[str, Any]], None], as_
                 one_chunk=asked.one_chunk, interventions=edits, reduce=asked.reduce,
                 shard_bytes=asked.shard_size or SHARD_BYTES, max_bytes=asked.max_bytes, resume=asked.resume,
                 skip_bad=asked.skip_bad)
-            for reason in skipped:
-                output.say(f"note: left out, {render.visible(reason)}")
+            for bad in skipped:
+                output.say(f"note: left out, {render.visible(bad['reason'])}")
             reply = _ask(asked, model, query, spool, how, partial(check, query, model.config))
+    except KeyboardInterrupt:
+        output.say(f"note: what is finished stays in {render.visible(str(folder))}; the same command with --resume goes on")
+        raise
     except BaseException:
         if not there:
             # Made for a capture that has not begun.
@@ -60,7 +63,7 @@ def run(asked: Typed, check: Callable[[CollectQuery, dict[str, Any]], None], as_
     saved = reply.saved
     output.say(f"wrote {render.visible(str(folder))}: {saved.tensors} file{'s' * (saved.tensors != 1)}, "
                f"{units.size_text(saved.bytes)}")
-    body = {**reply.body, "skipped": [*({"where": None, "reason": reason} for reason in skipped), *reply.body["skipped"]]}
+    body = {**reply.body, "skipped": [*skipped, *reply.body["skipped"]]}
     output.emit(render.to_json(body) if as_json else render.collected(body))
 
 
@@ -85,11 +88,11 @@ def _spool(folder: Path) -> BinaryIO:
     return tempfile.TemporaryFile(dir=folder, buffering=0)
 
 
-def _write(spool: BinaryIO, asked: Typed, skipped: list[str]) -> int:
+def _write(spool: BinaryIO, asked: Typed, skipped: list[dict[str, str]]) -> int:
     """All prompts, a JSON line each. Returns how many. Raises PromptError for a line that is none, unless they are to be
     left out."""
     given = prompts.sources(asked.prompts, asked.files, asked.tokens, asked.dataset, asked.column)
-    on_bad = (lambda error: skipped.append(error.message)) if asked.skip_bad else None
+    on_bad = (lambda where, error: skipped.append({"where": where, "reason": error.message})) if asked.skip_bad else None
     count = 0
     for prompt, where in prompts.read(given, chat=asked.chat, system=asked.system, bos=asked.bos, on_bad=on_bad):
         line = {"text": prompt.text} if prompt.tokens is None else {"tokens": prompt.tokens}
@@ -99,5 +102,5 @@ def _write(spool: BinaryIO, asked: Typed, skipped: list[str]) -> int:
             rest = rest[spool.write(rest):]
         count += 1
     if not count:
-        raise PromptError("there is no prompt", code="no_prompt", hint="; ".join(skipped[:3]))
+        raise PromptError("there is no prompt", code="no_prompt", hint="; ".join(bad["reason"] for bad in skipped[:3]))
     return count

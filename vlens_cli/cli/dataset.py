@@ -13,7 +13,7 @@ ROWS = 1024
 
 
 def read(path: str, column: str | None, text: Callable[[str, str], Prompt], ids: Callable[[Any, str], Prompt],
-         on_bad: Callable[[PromptError], None] | None) -> Iterator[tuple[Prompt, str]]:
+         on_bad: Callable[[str, PromptError], None] | None) -> Iterator[tuple[Prompt, str]]:
     """Each row's prompt, made by `text` or `ids`, and where it stands; a column `id` goes along.
 
     Raises UsageError without pyarrow or for a column that is not there, PathError for a file that is no Parquet.
@@ -44,7 +44,7 @@ def _rows(file: Any, column: str, named: str | None) -> Iterator[tuple[Any, Any]
 
 
 def _prompts(rows: Iterator[tuple[Any, Any]], path: str, column: str, text: Callable[[str, str], Prompt],
-             ids: Callable[[Any, str], Prompt], on_bad: Callable[[PromptError], None] | None
+             ids: Callable[[Any, str], Prompt], on_bad: Callable[[str, PromptError], None] | None
              ) -> Iterator[tuple[Prompt, str]]:
     for n, (value, name) in enumerate(rows, 1):
         where = f"{path}:{n}"
@@ -56,4 +56,4 @@ def _prompts(rows: Iterator[tuple[Any, Any]], path: str, column: str, text: Call
         except PromptError as error:
             if on_bad is None:
                 raise
-            on_bad(error)
+            on_bad(where, error)

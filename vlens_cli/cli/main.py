@@ -152,6 +152,7 @@ def _translated(raised: Exception, path: str) -> VlensError:
             return raised
         case click.NoSuchOption():
             near = " or ".join(raised.possibilities or ())
+            path = raised.ctx.command_path if raised.ctx is not None else path
             prompts = path.split()[1:] in (["capture"], ["patch"], ["logits"])
             hint = f"did you mean {near}?" if near else "a prompt that starts with `-` goes after `--`" if prompts else (
                 f"`{path} --help` lists what it takes")

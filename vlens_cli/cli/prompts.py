@@ -42,8 +42,8 @@ def sources(arguments: Sequence[str], files: Sequence[str], tokens: Sequence[str
 
 # A prompt and where it was read: a file and line, or "" where it was typed.
 Placed = tuple[Prompt, str]
-# Takes the error of a bad line, which is then left out.
-OnBad = Callable[[PromptError], None]
+# Takes a bad line, which is then left out: where it was read, and its error.
+OnBad = Callable[[str, PromptError], None]
 
 
 def collect(given: Sources, *, chat: bool, system: str | None, bos: bool | None, on_bad: OnBad | None = None
@@ -158,7 +158,7 @@ def _lines(files: Sequence[str], on_bad: OnBad | None) -> Iterator[Placed]:
             except PromptError as error:
                 if on_bad is None:
                     raise
-                on_bad(error)
+                on_bad(f"{where}:{n}", error)
 
 
 def _is_json(line: str) -> bool:

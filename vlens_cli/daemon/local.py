@@ -6,7 +6,7 @@ import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vlens_cli.daemon import launch
 from vlens_cli.driver.quiet import engine_output
@@ -27,9 +27,25 @@ def ask(spec: EngineSpec, query: Query, progress: Callable[[str], None], into: B
             raise
 
 
+def check_spec(spec: EngineSpec) -> None:
+    """Refuse what an engine cannot be started with, as far as config.json says: before another one makes room for it.
+
+    Raises UsageError, StartError.
+    """
+    from vlens_cli.driver import boot
+    from vlens_cli.families import catalog_for
+
+    config = _config(spec)
+    boot.plan(spec, config, catalog_for(config))
+
+
 def open_session(spec: EngineSpec) -> Session:
     """A session that has not started its engine yet."""
     from vlens_cli.driver.session import Session
 
     gc.enable()
-    return Session(spec, json.loads((Path(spec.model) / "config.json").read_text(encoding="utf-8")))
+    return Session(spec, _config(spec))
+
+
+def _config(spec: EngineSpec) -> dict[str, Any]:
+    return json.loads((Path(spec.model) / "config.json").read_text(encoding="utf-8"))

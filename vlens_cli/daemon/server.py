@@ -170,7 +170,7 @@ class Server:
         except VlensError as error:
             launch.name_idle_engines(error)
             frame = {"error": {**error.as_dict(), "exit": error.exit_code}}
-            if isinstance(error, StartError) and not (self._session and self._session.started):
+            if self._session is None or isinstance(error, StartError) and not self._session.started:
                 self._give_up(frame)
         except OSError as fault:
             frame = {"error": _not_written(fault)} if job.file and fault.errno in DISK_FULL else self._bug(fault)
