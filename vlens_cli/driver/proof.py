@@ -174,7 +174,8 @@ class Proof:
             wanted = found[0].new_empty(0)
         fits = found[0].numel() == wanted.numel()
         # Weights of experts are float32 whatever they are made of: what rounding explains, the coarsest dtype says.
-        coarsest = max((t.dtype for t in found if t.is_floating_point()), key=lambda dtype: torch.finfo(dtype).eps)
+        coarsest = max((t.dtype for t in found if t.is_floating_point()), key=lambda dtype: torch.finfo(dtype).eps,
+                       default=torch.float32)
         yield Check((got, *of), law, (found[0].reshape(wanted.shape) if fits else found[0]).to(coarsest), wanted.to(coarsest), weak)
 
     def _ends(self) -> Iterator[Check]:
