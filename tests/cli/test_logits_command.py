@@ -82,7 +82,7 @@ def test_the_lens_may_stand_alone_before_a_prompt(run, args, points):
 
 @pytest.mark.parametrize("args, said", [
     (["--diff", "a"], "requires 2 arguments"),
-    (["--diff", "a", "hello"], "there is no prompt"),
+    (["--diff", "a", "hello"], "there is no prompt: --diff takes two tokens"),
     (["--attribution", "hello"], "none is named"),
     (["--target", "", "hello"], "a target is empty"),
     (["--target-prefix", "hello"], "neither is given"),

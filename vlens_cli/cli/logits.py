@@ -11,7 +11,7 @@ import click
 
 from vlens_cli import hooks, lens, models
 from vlens_cli.cli import asking, complete, options, output, render
-from vlens_cli.errors import UsageError
+from vlens_cli.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -165,6 +165,9 @@ def _query(asked: Typed) -> LogitsQuery:
     from vlens_cli.cli import prompts
     from vlens_cli.query import LogitsQuery
 
+    if asked.diff and not (asked.prompts or asked.files or asked.tokens):
+        raise PromptError(f"there is no prompt: --diff takes two tokens, and has taken {asked.diff[0]!r} and {asked.diff[1]!r}",
+                          hint='--diff " Paris" " Rome" "The Eiffel Tower is in"', code="no_prompt")
     given = prompts.sources(asked.prompts, asked.files, asked.tokens)
     return LogitsQuery(
         prompts=prompts.collect(given, chat=asked.chat, system=asked.system, bos=asked.bos),
