@@ -23,11 +23,22 @@ def test_a_write_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
         assert len(os.listdir(tmp_path)) == 2
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(os, "replace", interrupted)
+    monkeypatch.setattr(output, "_exchanged", interrupted)
     with pytest.raises(KeyboardInterrupt):
         with output.whole_file(target) as file:
             file.write(b"new")
     assert os.listdir(tmp_path) == ["a.safetensors"] and target.read_text() == "old"
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_file_takes_the_place_of_one_that_is_there(tmp_path, monkeypatch, exchanges):
+    target = tmp_path / "a.safetensors"
+    target.write_text("old")
+    if not exchanges:
+        monkeypatch.setattr(output, "_exchanged", lambda draft, path: False)
+    with output.whole_file(target) as file:
+        file.write(b"new")
+    assert os.listdir(tmp_path) == ["a.safetensors"] and target.read_text() == "new"
 
 
 def test_a_write_that_fails_says_why(tmp_path):

@@ -186,7 +186,8 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     try:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
             yield file
-        os.replace(draft, path)
+        if not (path.exists() and _exchanged(draft, path)):
+            os.replace(draft, path)
     except OSError as error:
         raise QueryError(f"the file could not be written, {error.strerror}: {path}", code="output_failed") from error
     except QueryError as error:
@@ -197,6 +198,16 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     finally:
         with suppress(FileNotFoundError):
             draft.unlink()
+
+
+def _exchanged(draft: Path, path: Path) -> bool:
+    """Give each of two files the other's name, at once (renameat2, Linux); whether that can be done here. A rename over a
+    large file waits, on ext4, until the new one is on the disk."""
+    import ctypes
+
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, exchange = -100, 2
+    return renameat2 is not None and renameat2(here, os.fsencode(draft), here, os.fsencode(path), exchange) == 0
 
 
 def say_saved(path: Path, saved: Saved) -> None:
