@@ -49,14 +49,13 @@ def run(asked: Typed, check: Callable[[CollectQuery, dict[str, Any]], None], as_
             for bad in skipped:
                 output.say(f"note: left out, {render.visible(bad['reason'])}")
             reply = _ask(asked, model, query, spool, how, partial(check, query, model.config))
-    except KeyboardInterrupt:
-        output.say(f"note: what is finished stays in {render.visible(str(folder))}; the same command with --resume goes on")
-        raise
-    except BaseException:
+    except BaseException as fault:
         if not there:
             # Made for a capture that has not begun.
             with suppress(OSError):
                 folder.rmdir()
+        if isinstance(fault, KeyboardInterrupt) and folder.exists():
+            output.say(f"note: what is finished stays in {render.visible(str(folder))}; the same command with --resume goes on")
         raise
     for note in reply.notes:
         output.say(f"note: {render.visible(note)}")

@@ -322,7 +322,7 @@ class Taps:
 
     def _read(self, point: Point, asking: Asking, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Change, then keep, the rows of each request."""
-        if self.meeting and point.spread:
+        if self.meeting and (point.spread or point.addend):
             point.ranks.meet(point.name)
         held = point.tensors(args, kwargs, output)
         tensors = point.whole(held)

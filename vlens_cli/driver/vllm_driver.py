@@ -7,7 +7,6 @@ import re
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from vlens_cli.driver.proof import PROOF_TOKENS, TOLERANCE, WRITTEN_TOGETHER
 from vlens_cli.driver.tokens import Tokens
 from vlens_cli.driver.unembed import UNEMBED_ROWS
 from vlens_cli.driver.weights import LiveWeights, as_tensor
-from vlens_cli.errors import HookError, QueryError, StartError, UsageError
+from vlens_cli.errors import HookError, QueryError, StartError, UsageError, VlensError
 from vlens_cli.families import Catalog
 from vlens_cli.query import EngineSpec
 from vlens_cli.reader import answer as reader
@@ -110,11 +109,15 @@ class VLLMDriver(Engine):
             param = weights.param(f"blocks.0.{name}") if f"blocks.0.{name}" in weights.rows else None
             if param is None or "expert" in weights.rows[param.name][0].axes:
                 continue
-            with suppress(QueryError, UsageError):
+            try:
                 found = live.tensor(param)
-                if not torch.equal(found, as_tensor(reader.mapped(params.reading(param, weights))).to(dtype)):
-                    raise StartError(f"{param.name}, joined over the ranks, is not the checkpoint's: their shards lie in another "
-                                     "order", code="ranks_differ")
+            except VlensError as miss:
+                if miss.code != "not_in_engine":
+                    raise
+                continue
+            if not torch.equal(found, as_tensor(reader.mapped(params.reading(param, weights))).to(dtype)):
+                raise StartError(f"{param.name}, joined over the ranks, is not the checkpoint's: their shards lie in another "
+                                 "order", code="ranks_differ")
 
     def _refused(self, stages: Sequence[dict[str, str]]) -> dict[str, str]:
         """What no pipeline stage gives: a point that one refuses because another has its layer is that one's."""
