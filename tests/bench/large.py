@@ -31,22 +31,14 @@ from pathlib import Path
 from typing import Any
 
 from cold_capture import settings_of
-from warm_query import VLENS, timed
+from warm_query import BEGIN, VLENS, timed
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "driver")]
 RESID = "blocks.*.hook_resid_post"
 
 # argv: settings. A line of stdin is a file of prompts; a line of stdout is how many seconds they took.
-PLAIN = """
-import json, os, sys, time
-settings = json.loads(sys.argv[1])
-os.environ.update(settings["environment"])
-for name in settings["hidden"]:
-    sys.modules[name] = None
-out = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
-from vllm import LLM, SamplingParams
+PLAIN = BEGIN + """
 llm = LLM(**settings["arguments"])
 params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 for line in sys.stdin:

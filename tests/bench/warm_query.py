@@ -39,7 +39,8 @@ VLENS = [sys.executable, "-m", "vlens_cli"]
 IMPORT = [sys.executable, "-c", "import click, rich.table, rich.console"]
 WORDS = "the of and a in is it as was with be by on not he his but at are this".split()
 
-PLAIN = """
+# How a script of plain vLLM begins; argv: settings.
+BEGIN = """
 import json, os, sys, time
 settings = json.loads(sys.argv[1])
 os.environ.update(settings["environment"])
@@ -48,6 +49,9 @@ for name in settings["hidden"]:
 out = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 from vllm import LLM, SamplingParams
+"""
+
+PLAIN = BEGIN + """
 from transformers import AutoTokenizer
 llm = LLM(**settings["arguments"])
 tokenizer = AutoTokenizer.from_pretrained(settings["arguments"]["model"])

@@ -16,6 +16,7 @@ from test_numbers import SHORT, spread
 from test_weights import check_bits
 from test_writes import cases_of, run_cases
 from vlens_cli import families
+from vlens_cli.driver import boot
 from vlens_cli.driver.base import LOGITS, Request, Want
 from vlens_cli.driver.session import Session
 from vlens_cli.errors import QueryError, StartError, UsageError
@@ -105,8 +106,7 @@ def test_every_family_on_ranks(engines, tiny, family, ranks):
 
 
 @pytest.mark.slow
-def test_both_kinds_of_ranks_at_once(engines, tiny, monkeypatch):
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+def test_both_kinds_of_ranks_at_once(engines, tiny):
     folder = tiny("llama")
     want = answers(engines, folder)
     assert differences(want, answers(engines, folder, **BOTH)) == []
@@ -152,6 +152,15 @@ def test_what_a_rank_on_another_machine_gives_comes_through_rank_0(engines, tiny
     (got,) = capture(engines.open(folder, **PP), [SHORT])
     workers._told, workers._relayed = False, ()
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_processors_that_ranks_were_given_are_not_those_of_the_next_engine(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 5})
+    bound = []
+    for ranks in (2, 8, 1):
+        boot.prepare(ranks=ranks)
+        bound.append(os.environ.get("VLLM_CPU_OMP_THREADS_BIND"))
+    assert bound == ["0,1|2,5", "nobind", None]
 
 
 def test_ranks_that_a_model_cannot_be_spread_over_are_refused_before_any_starts(tiny):

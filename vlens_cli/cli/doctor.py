@@ -134,7 +134,8 @@ def _engine_imports() -> Iterator[Finding]:
     for name, why in seen["errors"].items():
         yield Finding(f"import {name}", "problem", why, INSTALL_HINT)
     for name in seen["hidden"]:
-        yield Finding(name, "note", "is installed and does not import; the engine does without it, but other code that imports transformers here fails", f"pip uninstall {name}")
+        yield Finding(name, "note", "is installed and does not import; the engine does without it, but other code that imports "
+                      "transformers here fails", f"pip uninstall {name}")
     for n, device in enumerate(seen["devices"]):
         yield Finding(f"gpu {n}", "ok", f"{device['name']}, {device['free'] / 1e9:.1f} of {device['total'] / 1e9:.1f} GB free")
     if not seen["errors"]:

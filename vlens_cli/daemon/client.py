@@ -68,7 +68,9 @@ def _ask_daemon(spec: EngineSpec, query: Query, progress: Show, into: BinaryIO |
         sock = launch.connect(home, how.timeout)
         if sock is None:
             check()
-            _check_spec(spec)
+            from vlens_cli.daemon import local  # not loaded where an engine answers at once
+
+            local.check_spec(spec)
             sock = launch.connect_or_start(home, spec, how.keep_alive, how.timeout, progress)
         with sock:
             answer = _converse(sock, home, query, progress, into, how, check)
@@ -116,12 +118,6 @@ def _converse(sock: Any, home: Any, query: Query, progress: Show, into: BinaryIO
         if not phase:
             return None
         raise (launch.died(home, _kills() > kills) if phase == "start" else _broken_off(home, phase)) from fault
-
-
-def _check_spec(spec: EngineSpec) -> None:
-    from vlens_cli.daemon import local
-
-    local.check_spec(spec)
 
 
 def _kills() -> int:

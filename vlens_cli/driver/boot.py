@@ -251,15 +251,22 @@ def settle_products() -> None:
 _running: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-# What the user's environment says: this process sets it, for one kind of engine or the other.
-_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-_asked_runner = os.environ.get(_RUNNER)
+# What the user's environment says of what this process sets, for one kind of engine or another.
+_RUNNER, _BIND = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_CPU_OMP_THREADS_BIND"
+_asked = {name: os.environ.get(name) for name in (_RUNNER, _BIND)}
+
+
+def _set(name: str, ours: str | None) -> None:
+    """The user's value of a variable, else ours; what an engine before this one was given is gone."""
+    os.environ.pop(name, None)
+    value = _asked[name] or ours
+    if value is not None:
+        os.environ[name] = value
 
 
 def prepare(compiled: bool = False, ranks: int = 1) -> None:
     """What must be so before vLLM is imported in this process, and before it builds an engine."""
-    if ranks > 1:
-        _share_processors(ranks)
+    _set(_BIND, _shares(ranks) if ranks > 1 else None)
     # Workers in processes of their own are new ones: a fork would copy locks that others hold.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     # The engine core in this process: captures are taken from it without serializing them.
@@ -267,22 +274,19 @@ def prepare(compiled: bool = False, ranks: int = 1) -> None:
     # One token more than the model's own length is asked (see max_model_len); `plan` refuses lengths that are too long.
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     # Compiled, vLLM's own choice counts: its V2 runner is the fast one on GPUs.
-    runner = _asked_runner or (None if compiled else "0")
-    os.environ.pop(_RUNNER, None)
-    if runner is not None:
-        os.environ[_RUNNER] = runner
+    _set(_RUNNER, None if compiled else "0")
     settle_products()
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     hide_broken_packages()
 
 
-def _share_processors(ranks: int) -> None:
-    """Processors for each rank, where nobody has said which: on CPU, vLLM (0.32) wants a NUMA node a rank otherwise."""
+def _shares(ranks: int) -> str:
+    """Processors for each rank: on CPU, vLLM (0.32) wants a NUMA node a rank otherwise."""
     mine = sorted(os.sched_getaffinity(0))
     each = len(mine) // ranks
     shares = [",".join(map(str, mine[n * each : (n + 1) * each])) for n in range(ranks)]
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(shares) if each else "nobind")
+    return "|".join(shares) if each else "nobind"
 
 
 def boot(spec: EngineSpec, plan: Plan) -> Any:

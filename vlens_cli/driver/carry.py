@@ -16,18 +16,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load, save
 
-from vlens_cli.driver.base import Edit, Want
+from vlens_cli.driver.base import Edit
 from vlens_cli.driver.blob import write_safetensors
-from vlens_cli.driver.gather import Sharding
 from vlens_cli.errors import BugError
 
-# What is carried by its fields.
-KINDS = {kind.__name__: kind for kind in (Edit, Want, Sharding)}
 TREE = "tree"
 
 
 def write(path: str | Path, value: Any) -> None:
-    """`value` as a file: numbers, texts, None, lists, tuples, dicts with texts as keys, tensors, and `KINDS`."""
+    """`value` as a file: numbers, texts, None, lists, tuples, dicts with texts as keys, tensors and edits."""
     tensors: dict[str, torch.Tensor] = {}
     tree = {TREE: json.dumps(_plain(value, tensors))}
     with open(path, "wb") as file:
@@ -58,7 +55,7 @@ def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     match value:
         case torch.Tensor():
             key = str(len(tensors))
-            tensors[key] = value.detach().cpu().contiguous()
+            tensors[key] = value.detach().cpu().contiguous().view(-1)  # a single number has no axis to be written along
             return {"tensor": key, "shape": list(value.shape)}
         case None | bool() | int() | float() | str():
             return value
@@ -68,9 +65,8 @@ def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
             return {"tuple": [_plain(each, tensors) for each in value]}
         case dict() if all(isinstance(key, str) for key in value):
             return {"dict": {key: _plain(each, tensors) for key, each in value.items()}}
-        case Edit() | Want() | Sharding():
-            of = {field.name: _plain(getattr(value, field.name), tensors) for field in fields(value)}
-            return {"kind": type(value).__name__, "of": of}
+        case Edit():
+            return {"edit": {field.name: _plain(getattr(value, field.name), tensors) for field in fields(value)}}
     raise BugError(f"a bug in vlens: ranks are given a {type(value).__name__}")
 
 
@@ -82,8 +78,8 @@ def _value(plain: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
             return tuple(_value(each, tensor) for each in of)
         case {"dict": of}:
             return {key: _value(each, tensor) for key, each in of.items()}
-        case {"kind": kind, "of": of}:
-            return KINDS[kind](**{name: _value(each, tensor) for name, each in of.items()})
+        case {"edit": of}:
+            return Edit(**{name: _value(each, tensor) for name, each in of.items()})
         case list():
             return [_value(each, tensor) for each in plain]
     return plain

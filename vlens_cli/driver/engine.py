@@ -12,7 +12,7 @@ from vlens_cli.driver import boot, internals, workers
 from vlens_cli.driver.base import Captured, Request, Result, Want
 from vlens_cli.driver.outlet import Slot
 from vlens_cli.driver.quiet import engine_output
-from vlens_cli.errors import LOG_HINT, QueryError, StartError, UsageError
+from vlens_cli.errors import QueryError, StartError, UsageError
 from vlens_cli.families import Catalog
 from vlens_cli.query import EngineSpec
 
@@ -28,7 +28,6 @@ class Engine:
         self.spec = spec
         self.plan = plan
         self.catalog = catalog
-        self._dead = False
         self._llm = boot.boot(spec, plan)
         self.can_sleep = internals.can_sleep()
         self.asleep = False
@@ -161,14 +160,11 @@ class Engine:
     @property
     def died(self) -> bool:
         """Whether the engine has lost a worker process: it answers nothing more."""
-        return self._dead or self._llm is not None and internals.has_failed(self._llm)
+        return self._llm is not None and self._workers.died
 
     def check_alive(self, fault: Exception) -> None:
         """Raises QueryError where the engine has lost a worker process, as `fault` or the engine says."""
-        self._dead = self._dead or internals.says_dead(fault)
-        if self.died:
-            raise QueryError("a worker process of the engine has ended; the engine ends too", code="worker_died",
-                             hint=f"the next command starts a new one; {LOG_HINT}")
+        self._workers.check_alive(fault)
 
     def _call(self, method: str, *args: Any) -> Any:
         """What a method of the workers gives in the pipeline stage that has what is asked."""

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from vlens_cli import hooks, params
+from vlens_cli import checkpoint, hooks, params
 from vlens_cli.driver import boot, contract
 from vlens_cli.driver.base import LOGITS, Captured, Edit, ForwardResult, Request, Result, Want
 from vlens_cli.driver.engine import Engine, spanned
 from vlens_cli.driver.flow import Flow
-from vlens_cli.driver.gather import Sharding
 from vlens_cli.driver.locate import ELSEWHERE
 from vlens_cli.driver.proof import PROOF_TOKENS, TOLERANCE, WRITTEN_TOGETHER
 from vlens_cli.driver.tokens import Tokens
@@ -103,6 +102,8 @@ class VLLMDriver(Engine):
 
         Raises StartError. What the engine keeps in another form (quantized, or in its kernel's order) is not compared.
         """
+        if checkpoint.shapes(Path(self.spec.model)) is None:
+            return  # pickled: there is nothing to compare with that could be read by itself
         weights = params.of_model(self.spec.model)
         live, dtype = self.weights(weights), getattr(torch, self.plan.dtype)
         for name in ("attn.W_Q", "attn.W_K", "attn.W_V", "attn.W_O", "mlp.W_gate", "mlp.W_in", "mlp.W_out"):
@@ -320,12 +321,12 @@ class VLLMDriver(Engine):
         """The engine's weights, under the names of its model."""
         return LiveWeights(names, self._fetch)
 
-    def _fetch(self, path: str, attribute: str) -> list[tuple[torch.Tensor, Sharding]]:
-        """A parameter's shards. Raises QueryError where the engine does not give it."""
+    def _fetch(self, path: str, attribute: str) -> torch.Tensor:
+        """A parameter, its shards joined. Raises QueryError where the engine does not give it."""
         found = self._call("vlens_weight", path, attribute)
         if not isinstance(found, torch.Tensor):
             raise QueryError(f"{path}.{attribute}: {found}", hint="--from checkpoint", code="not_in_engine")
-        return [(found, Sharding())]
+        return found
 
 
     def _prove(self, points: list[str]) -> dict[str, str]:

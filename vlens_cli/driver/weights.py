@@ -14,15 +14,14 @@ import torch
 from vlens_cli import layout, params
 from vlens_cli.checkpoint import NAMES
 from vlens_cli.driver.blob import DTYPES
-from vlens_cli.driver.gather import gather
 from vlens_cli.errors import QueryError, UsageError
 from vlens_cli.families.param_rows import ParamRow
 from vlens_cli.params import Param, Weights
 from vlens_cli.reader import answer as reader
 from vlens_cli.reader.arrays import RAW, Numbers
 
-# (path of a module, name of its parameter) -> for each rank (tensor, sharding).
-Fetch = Callable[[str, str], list]
+# (path of a module, name of its parameter) -> the parameter, gathered over ranks.
+Fetch = Callable[[str, str], torch.Tensor]
 
 
 def as_tensor(numbers: Numbers) -> torch.Tensor:
@@ -127,8 +126,7 @@ class LiveWeights:
         name = self._weights.live_name(row, layer)
         if name not in self._tensors:
             path, _, attribute = name.rpartition(".")
-            found = self._fetch(path, attribute)
-            whole = gather([tensor for tensor, _ in found], found[0][1])
+            whole = self._fetch(path, attribute)
             if row.live.startswith("d_vocab"):
                 whole = whole[: self._weights.catalog.dims.d_vocab]
             self._tensors[name] = whole.contiguous()

@@ -14,26 +14,38 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from vlens_cli import errors
-from vlens_cli.driver import carry
+from vlens_cli.driver import carry, internals
 from vlens_cli.errors import QueryError, StartError, VlensError
 
 
 class Workers(Protocol):
-    """`call` runs a method on every rank and gives what each pipeline stage returns, in their order; raises what it raised.
-    `local`: the one rank is in this process, and is given objects as they are."""
+    """`call` runs a method on every rank and gives what each pipeline stage returns, in their order; raises what it raised,
+    or QueryError where a worker process has ended.
+
+    local   the one rank is in this process, and is given objects as they are
+    died    a worker process has ended: the engine answers nothing more
+    """
 
     local: bool
+    died: bool
 
     def call(self, method: str, *args: Any) -> list[Any]: ...
+
+    def check_alive(self, fault: Exception) -> None:
+        """Raises QueryError where a worker process has ended, as `fault` or the engine says."""
 
 
 class LocalWorker:
     """The single rank's worker, in this process: nothing is copied."""
 
     local = True
+    died = False
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
+
+    def check_alive(self, fault: Exception) -> None:
+        """It ends with this process."""
 
     def call(self, method: str, *args: Any) -> list[Any]:
         return self._llm.collective_rpc(method, args=args)
@@ -48,6 +60,7 @@ class RemoteWorkers:
         """Raises StartError where rank 0 is on another machine."""
         self._llm = llm
         self._stages = pp
+        self._said_dead = False
         with _memory() as path:
             token = secrets.token_hex(16)
             with open(path, "w") as file:
@@ -62,11 +75,27 @@ class RemoteWorkers:
     def call(self, method: str, *args: Any) -> list[Any]:
         with _memory() as given, _several(self._stages) as returned:
             carry.write(given, args)
-            faults = self._llm.collective_rpc("vlens_call", args=(method, given, self._told, returned, self._relayed))
+            try:
+                faults = self._llm.collective_rpc("vlens_call", args=(method, given, self._told, returned, self._relayed))
+            except Exception as fault:
+                # Whatever an executor raises that has lost a process.
+                self.check_alive(fault)
+                raise
             for fault in faults:
                 if fault is not None:
                     raise _raised(fault)
             return [carry.read(path) for path in returned]
+
+
+    @property
+    def died(self) -> bool:
+        return self._said_dead or internals.has_failed(self._llm)
+
+    def check_alive(self, fault: Exception) -> None:
+        self._said_dead = self._said_dead or internals.says_dead(fault)
+        if self.died:
+            raise QueryError("a worker process of the engine has ended; the engine ends too", code="worker_died",
+                             hint=f"the next command starts a new one; {errors.LOG_HINT}") from fault
 
 
 @contextmanager
