@@ -137,8 +137,8 @@ class Outlet:
     def _send(self, name: str, value: torch.Tensor, places: list[tuple[int, int, int, int]]) -> None:
         """Queue rows [start, stop) of `value` for byte `offset` of `file`, each; the tensor is not used again."""
         value, spilled = narrowed(value, self._dtypes[name])
-        spill = None if spilled is None else _to_host(spilled)[0]
-        host, event = _to_host(value.contiguous())
+        spill = None if spilled is None else to_host(spilled)[0]
+        host, event = to_host(value.contiguous())
         with self._changed:
             self._changed.wait_for(lambda: self._fault is not None or not self._queued or
                                    self._queued + host.nbytes <= MOST_QUEUED)
@@ -241,8 +241,8 @@ def _write_all(file: int, offset: int, buffers: list[memoryview]) -> None:
             buffers[0] = buffers[0][written:]
 
 
-def _to_host(value: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """The tensor on the host, and what to wait for before it is read."""
+def to_host(value: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """The tensor on the host, and the event to wait for before it is read; copies end in the order they were begun in."""
     if value.device.type == "cpu":
         return value, None
     host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)

@@ -24,7 +24,7 @@ from vlens_cli.driver.graph import op
 from vlens_cli.driver.graph.proof import GraphProof
 from vlens_cli.driver.graph.taps import GraphTaps
 from vlens_cli.driver.locate import ELSEWHERE, Locator
-from vlens_cli.driver.outlet import Slot, reduced
+from vlens_cli.driver.outlet import Slot, reduced, to_host
 from vlens_cli.driver.proof import TOLERANCE, Proof
 from vlens_cli.driver.ranks import Ranks
 from vlens_cli.driver.replay import Replay, variant
@@ -160,14 +160,20 @@ class LensWorker(EngineWorker):
         if record.fault is not None:
             self._ranks.any(True)
             raise record.fault
-        values = {}
+        values: dict[str, Any] = {}
+        copies = []
         # Another rank that has failed does not take part in what follows.
         failed = self._ranks.any(False)
         for name in () if failed else record.wants:
             if record.slot is None:
-                values[name] = self._finish(record, name)
+                value, positions = self._finish(record, name)
+                host, copied = to_host(value)
+                values[name] = host, positions
+                copies.append(copied)
             elif not record.leaves(self._taps.points[name]):
                 self._send(record, name)
+        for copied in filter(None, copies):
+            copied.synchronize()
         return {"values": values, "chunks": record.chunks, "fired": record.fired}
 
     def vlens_drop(self) -> None:
@@ -259,7 +265,7 @@ class LensWorker(EngineWorker):
         record = self._taps.take(key)
         self._taps.meeting = False
         self._check_met(record)
-        values = {name: self._finish(record, name)[0].to(self.device) for name in record.wants if name in record.pieces}
+        values = {name: self._finish(record, name)[0] for name in record.wants if name in record.pieces}
         self._check_alike(values)
         if logits is not None:
             self._unembedding.check(values.get("ln_final.hook_out"), logits)
@@ -368,13 +374,13 @@ class LensWorker(EngineWorker):
         return gather(self._ranks.each(value), how)
 
     def _finish(self, record: Record, name: str) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """A point's value on the host and its positions: unembedded, rebuilt or reduced where it is."""
+        """A point's value and its positions: unembedded, rebuilt or reduced where it is."""
         value, positions = self._formed(record, name)
         if self._taps.points[name].row.derive == "unembed" and positions:
             value = _whole([logits for _, logits in self._unembedded(value, record, positions, record.wants[name].dims)])
         if record.wants[name].reduce is not None and positions:
             value = reduced(record.wants[name].reduce, value)
-        return value.cpu(), positions
+        return value, positions
 
     def _formed(self, record: Record, name: str) -> tuple[torch.Tensor, tuple[int, ...]]:
         """The rows that were kept of a point, or what is rebuilt from them; of logits the final norm's."""
