@@ -1,6 +1,7 @@
 # make demo    set up .venv and ask the first question      make bench   run the benchmarks
 # make test    the same environment, and the tests          make clean   remove what make made
 # make test-gpu    the checks that need a GPU      make bench-gpu   the benchmarks that do: with the python of $(GPU_PYTHON)
+# make test-gpu-ranks   the checks that need two, over processes and over Ray (two nodes of this host), and 16 GB in /dev/shm
 # make readme  write the outputs of README.md's examples anew, and what is generated in it
 # make install-completions   for bash, zsh and fish, where each looks for a user's own
 # make test-peers   the tests against TransformerLens, which it installs into the same environment
@@ -19,7 +20,7 @@ BIN := .venv/bin
 BEGUN := .venv/.begun
 PROMPT := The Eiffel Tower is located in the city of
 
-.PHONY: demo test test-peers test-ranks test-dtypes test-gpu bench bench-gpu clean install-completions readme
+.PHONY: demo test test-peers test-ranks test-dtypes test-gpu test-gpu-ranks bench bench-gpu clean install-completions readme
 
 demo: .venv/.installed
 	$(BIN)/vlens capture --table --hook blocks.3.hook_resid_post "$(PROMPT)"
@@ -54,6 +55,12 @@ bench: .venv/.installed-test
 
 # Where vLLM is installed already, as on a machine without a network, that Python serves; else this folder's own.
 GPU_PYTHON ?= $(shell $(PYTHON) -c 'import sys, importlib.util as i; sys.exit(i.find_spec("vllm") is None)' 2>/dev/null && echo $(PYTHON) || echo $(BIN)/python)
+
+test-gpu-ranks: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),.venv/.installed-test)
+	$(GPU_PYTHON) tests/gpu/check.py --modes tp2-mp,pp2-mp
+	$(GPU_PYTHON) tests/gpu/ranks.py --modes tp2-mp,pp2-mp
+	PYTHON=$(GPU_PYTHON) tests/gpu/two_nodes.sh $(GPU_PYTHON) tests/gpu/check.py --modes tp2-ray,pp2-ray --jobs 1
+	PYTHON=$(GPU_PYTHON) tests/gpu/two_nodes.sh $(GPU_PYTHON) tests/gpu/ranks.py --modes tp2-ray
 
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),.venv/.installed-test)
 	$(GPU_PYTHON) tests/gpu/check.py

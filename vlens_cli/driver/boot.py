@@ -215,6 +215,8 @@ def engine_arguments(spec: EngineSpec, plan: Plan) -> dict[str, Any]:
         "tensor_parallel_size": spec.tp,
         "pipeline_parallel_size": spec.pp,
         "distributed_executor_backend": executor(spec),
+        # vLLM (0.26) takes two Ray nodes of one host for one whose processes see the devices of both.
+        "disable_custom_all_reduce": executor(spec) == "ray",
         "disable_log_stats": True,
         # Where the unembedding cannot be used, the sampler's whole distribution is the answer.
         "max_logprobs": -1,
