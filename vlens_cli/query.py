@@ -7,16 +7,14 @@ asker opened, as safetensors.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from vlens_cli.reply import (  # noqa: F401
     BOS_NOTE, COMPILE_HOOKS, METRICS, REDUCTIONS, RUNNING, SCHEMA_VERSION, SWEEP_AXES, Reply, Saved,
 )
 
 
-@dataclass(frozen=True)
-class EngineSpec:
+class EngineSpec(NamedTuple):
     """What an engine is started with; any difference is another engine.
 
     `model` is the resolved folder (absolute, no symbolic links), `name` what the user calls it.
@@ -41,7 +39,7 @@ class EngineSpec:
     executor: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return _plain(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> EngineSpec:
@@ -49,8 +47,7 @@ class EngineSpec:
         return cls(**{**fields, "compile_hooks": None if built is None else _texts(built)})
 
 
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(NamedTuple):
     """One prompt: either `text` or token ids. `chat` runs the text through the model's chat template,
     `system` is its system message. `id` is what a file calls it."""
 
@@ -61,8 +58,7 @@ class Prompt:
     id: str | int | None = None
 
 
-@dataclass(frozen=True)
-class Interventions:
+class Interventions(NamedTuple):
     """What `-i` and `--spec` change in the run of every prompt.
 
     expressions  as `interventions.parse` reads them; paths are absolute, since the engine works in another folder
@@ -85,7 +81,7 @@ class Interventions:
 class Query(Protocol):
     """One question. `verb` names it on the wire, and the module of `driver/` that answers it."""
 
-    verb: ClassVar[str]
+    verb: str
 
     def summary(self) -> str: ...
     def as_json(self) -> dict[str, Any]: ...
@@ -93,8 +89,7 @@ class Query(Protocol):
     def from_json(cls, fields: dict[str, Any]) -> Query: ...
 
 
-@dataclass(frozen=True)
-class CaptureQuery:
+class CaptureQuery(NamedTuple):
     """`vlens capture`.
 
     hooks       hook patterns as typed, with their selectors
@@ -109,7 +104,7 @@ class CaptureQuery:
     max_bytes   refuse a larger file
     """
 
-    verb: ClassVar[str] = "capture"
+    verb = "capture"
 
     prompts: tuple[Prompt, ...]
     hooks: tuple[str, ...]
@@ -129,7 +124,7 @@ class CaptureQuery:
         return f"{len(self.hooks)} hooks in {len(self.prompts)} prompts"
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return _plain(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> CaptureQuery:
@@ -143,8 +138,7 @@ def _check_reduction(reduce: Any) -> None:
         raise TypeError("no such reduction")
 
 
-@dataclass(frozen=True)
-class CollectQuery:
+class CollectQuery(NamedTuple):
     """`vlens capture -o FOLDER/`: any number of prompts, which come through the open file: JSON lines with `text` or
     `tokens`, perhaps an `id`, and `where`, which names the line in an error.
 
@@ -156,7 +150,7 @@ class CollectQuery:
     chat, system, bos and the rest as in Prompt and CaptureQuery
     """
 
-    verb: ClassVar[str] = "collect"
+    verb = "collect"
 
     count: int
     folder: str
@@ -182,7 +176,7 @@ class CollectQuery:
         return f"{len(self.hooks)} hooks in {self.count} prompts"
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return _plain(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> CollectQuery:
@@ -194,8 +188,7 @@ class CollectQuery:
                       "interventions": Interventions.from_json(fields["interventions"])})
 
 
-@dataclass(frozen=True)
-class PatchQuery:
+class PatchQuery(NamedTuple):
     """`vlens patch`: each prompt as it is and with `interventions`, or, of one prompt, a sweep.
 
     targets         tokens whose logits are compared; `target_prefix` takes the first piece of one that has several
@@ -206,7 +199,7 @@ class PatchQuery:
                     `interventions` are then part of the base run and of every cell
     """
 
-    verb: ClassVar[str] = "patch"
+    verb = "patch"
 
     prompts: tuple[Prompt, ...]
     interventions: Interventions = Interventions()
@@ -227,7 +220,7 @@ class PatchQuery:
         return f"{len(self.interventions.expressions)} interventions in {len(self.prompts)} prompts"
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return _plain(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> PatchQuery:
@@ -248,14 +241,20 @@ def _prompt(fields: dict[str, Any]) -> Prompt:
     return Prompt(**{**fields, "tokens": None if tokens is None else tuple(tokens)})
 
 
+def _plain(value: Any) -> Any:
+    """What JSON has of a named tuple, and of those within it."""
+    if hasattr(value, "_asdict"):
+        return {name: _plain(own) for name, own in value._asdict().items()}
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+
+
 def _texts(items: Any) -> tuple[str, ...]:
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
         raise TypeError("names and expressions are a list of texts")
     return tuple(items)
 
 
-@dataclass(frozen=True)
-class LogitsQuery:
+class LogitsQuery(NamedTuple):
     """`vlens logits`.
 
     pos            position selector (the text inside `[pos=...]`); None: all
@@ -269,7 +268,7 @@ class LogitsQuery:
     bos, save_dtype, one_chunk, interventions  as in CaptureQuery
     """
 
-    verb: ClassVar[str] = "logits"
+    verb = "logits"
 
     prompts: tuple[Prompt, ...]
     pos: str | None = None
@@ -290,7 +289,7 @@ class LogitsQuery:
         return f"{len(self.prompts)} prompts"
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return _plain(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> LogitsQuery:
@@ -304,8 +303,7 @@ class LogitsQuery:
                       "interventions": Interventions.from_json(fields["interventions"])})
 
 
-@dataclass(frozen=True)
-class ParamQuery:
+class ParamQuery(NamedTuple):
     """`vlens param`, where the engine is asked.
 
     names    weights as typed, with their selectors
@@ -316,7 +314,7 @@ class ParamQuery:
     raw      quantized tensors as they are stored
     """
 
-    verb: ClassVar[str] = "param"
+    verb = "param"
 
     names: tuple[str, ...]
     live: bool = False
@@ -330,18 +328,17 @@ class ParamQuery:
         return f"{len(self.names)} weights"
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return _plain(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> ParamQuery:
         return cls(**{**fields, "names": _texts(fields["names"])})
 
 
-@dataclass(frozen=True)
-class StartQuery:
+class StartQuery(NamedTuple):
     """`vlens engine start`: nothing but an engine that is ready."""
 
-    verb: ClassVar[str] = "start"
+    verb = "start"
 
     def summary(self) -> str:
         return "an engine"
@@ -354,11 +351,10 @@ class StartQuery:
         return cls()
 
 
-@dataclass(frozen=True)
-class SleepQuery:
+class SleepQuery(NamedTuple):
     """`vlens engine sleep`: the engine's weights to the host's memory, until the next query."""
 
-    verb: ClassVar[str] = "sleep"
+    verb = "sleep"
 
     def summary(self) -> str:
         return "the engine"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import types
-from dataclasses import asdict
 
 import pytest
 from fake_vlens import CONFIG
@@ -33,7 +32,7 @@ def asked(monkeypatch, capsys, tmp_path):
 
     def run(*args: str) -> dict:
         assert main.run(["capture", "--json", "--hook", "hook_embed", *args, "hello"]) == 0, capsys.readouterr().err
-        return json.loads(json.dumps(asdict(queries.pop().interventions)))
+        return queries.pop().as_json()["interventions"]
 
     def refused(*args: str) -> str:
         assert main.run(["capture", "--hook", "hook_embed", *args, "hello"]) == 2 and not queries

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from vlens_cli.errors import PathError, PromptError, UsageError
@@ -52,7 +51,7 @@ def _prompts(rows: Iterator[tuple[Any, Any]], path: str, column: str, text: Call
             if not isinstance(value, str | list):
                 raise PromptError(f"{where}: {column} is neither a text nor a list of token ids")
             prompt = text(value, where) if isinstance(value, str) else ids(value, where)
-            yield (prompt if type(name) not in (str, int) else replace(prompt, id=name)), where
+            yield (prompt if type(name) not in (str, int) else prompt._replace(id=name)), where
         except PromptError as error:
             if on_bad is None:
                 raise

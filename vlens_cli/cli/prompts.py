@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import chain
 from typing import Any, BinaryIO, NamedTuple
 
@@ -53,7 +52,7 @@ def collect(given: Sources, *, chat: bool, system: str | None, bos: bool | None,
     found = [prompt for prompt, _ in read(given, chat=chat, system=system, bos=bos, on_bad=on_bad)]
     if not found:
         raise _no_prompt()
-    return tuple(replace(prompt, chat=chat, system=system) for prompt in found)
+    return tuple(prompt._replace(chat=chat, system=system) for prompt in found)
 
 
 def read(given: Sources, *, chat: bool, system: str | None, bos: bool | None, on_bad: OnBad | None = None) -> Iterator[Placed]:
@@ -128,7 +127,7 @@ def _ids(ids: Iterable[Any], where: str) -> Prompt:
 
 def one(text: str, what: str, chat: bool, system: str | None) -> Prompt:
     """A prompt of an option that is no file and no `-`, as the others are fed."""
-    return replace(_text(text, what), chat=chat, system=system)
+    return _text(text, what)._replace(chat=chat, system=system)
 
 
 def typed_ids(text: str, where: str = "--tokens") -> Prompt:
@@ -187,7 +186,7 @@ def _record(line: str, where: str) -> Prompt:
     name = fields.get("id")
     if name is not None and type(name) not in (str, int):
         raise PromptError(f"{where}: id is neither a string nor a whole number")
-    return found if name is None else replace(found, id=name)
+    return found if name is None else found._replace(id=name)
 
 
 def _read_lines(name: str, where: str) -> Iterator[str | PromptError]:

@@ -1,14 +1,14 @@
-"""Starting and ending daemon processes: connect, and only where nobody listens, lock, connect again, start."""
+"""Starting and ending daemon processes: connect, and only where nobody listens, lock, connect again, start.
+
+What only a start needs is imported there: an engine that runs is asked in less time than that takes.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import shlex
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -128,6 +128,8 @@ def name_idle_engines(error: VlensError) -> None:
 
     if error.code != memory.SHORT:
         return
+    import shlex
+
     described = [describe(home) for home in runtime.homes()]
     stops = [f"`vlens engine stop -m {shlex.quote(one['folder'])}` frees {memory.gigabytes(one['rss_bytes'])}"
              for one in described if one is not None and one["state"] == "idle" and one["pid"] != os.getpid()]
@@ -136,8 +138,10 @@ def name_idle_engines(error: VlensError) -> None:
 
 def check_installed() -> None:
     """Before a process is started for nothing. Raises StartError."""
+    from importlib.util import find_spec
+
     for name in ("torch", "vllm"):
-        if importlib.util.find_spec(name) is None:
+        if find_spec(name) is None:
             raise StartError(f"no engine is installed: the package {name} is missing", hint=INSTALL_HINT,
                              code="no_engine")
 
@@ -152,6 +156,8 @@ def start(home: runtime.Home, command: Sequence[str]) -> None:
 
     Raises StartError with the log's last lines where it ends before that.
     """
+    import subprocess
+
     if status := home.alive():
         # It has lost its socket, or never got so far; nobody can reach it.
         end(status)
