@@ -17,6 +17,7 @@ Every part is a process of its own; the weights are written once (16 GB, in /dev
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -142,8 +143,6 @@ def plain_engine(asked: argparse.Namespace, eager: bool):
 
 
 def planned(asked: argparse.Namespace, hooks: tuple[str, ...] | None):
-    import json
-
     from vlens_cli.driver import boot
     from vlens_cli.families import catalog_for
     from vlens_cli.query import EngineSpec
@@ -309,20 +308,31 @@ def warm(asked: argparse.Namespace) -> None:
     environment = os.environ | {"VLENS_RUNTIME": runtime, "VLENS_MODEL": asked.folder}
     vlens = [sys.executable, "-m", "vlens_cli"]
 
-    def run(*arguments: str) -> float:
+    forwards = []
+
+    def process(*command: str) -> float:
         began = time.perf_counter()
-        done = subprocess.run([*vlens, *arguments], env=environment, capture_output=True, text=True)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        seconds = time.perf_counter() - began
         if done.returncode:
-            raise RuntimeError(f"vlens {' '.join(arguments)}: {done.stderr[-2000:]}")
-        return time.perf_counter() - began
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr[-2000:]}")
+        if "capture" in command:
+            forwards.append(json.loads(done.stdout)["seconds"]["forward"])
+        return seconds
+
+    def run(*arguments: str) -> float:
+        return process(*vlens, *arguments)
 
     ids = ",".join(map(str, prompt(10)))
     capture = ("capture", "--hook", "blocks.1.hook_resid_post", "--tokens", ids, "--json")
     try:
         say("engine start", run("engine", "start"), "s")
         run(*capture)
-        seconds = [run(*capture) for _ in range(11)]
-        say("vlens capture, a whole process", statistics.median(seconds), "s", note=f"min {min(seconds):.3f}")
+        seconds = [(run(*capture), process(sys.executable, "-c", "import click")) for _ in range(11)]
+        whole, least = zip(*seconds, strict=True)
+        say("vlens capture, a whole process", statistics.median(whole), "s",
+            note=f"min {min(whole):.3f}; its forward {statistics.median(forwards):.3f}")
+        say("python -c 'import click'", statistics.median(least), "s")
         say("engine sleep", run("engine", "sleep"), "s")
         say("wake and capture", run(*capture), "s")
         say("vlens capture after it", run(*capture), "s")
