@@ -197,7 +197,7 @@ def test_interventions_hold_in_every_prompt(opened, tmp_path):
 @pytest.fixture
 def small_steps(monkeypatch):
     """A few prompts in flight, however fast the model is."""
-    monkeypatch.setattr("vlens_cli.driver.flow.LEAST_TOKENS", 64)
+    monkeypatch.setattr("vlens_cli.driver.flow.LEAST_ROWS", 64)
     monkeypatch.setattr("vlens_cli.driver.flow.SECONDS", 0)
 
 

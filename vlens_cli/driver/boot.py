@@ -69,6 +69,11 @@ class Plan:
     built: tuple[str, ...] | None = None
     buffer: int = 0
 
+    @property
+    def most_requests(self) -> int:
+        """In one forward: vLLM refuses fewer tokens in it than requests."""
+        return min(MAX_REQUESTS, self.chunk)
+
 
 def plan(spec: EngineSpec, config: dict[str, Any], catalog: Catalog) -> Plan:
     """Choose dtype, lengths and memory from the config alone, so that a query is checked before any engine starts."""
@@ -198,8 +203,7 @@ def engine_arguments(spec: EngineSpec, plan: Plan) -> dict[str, Any]:
         # It counts the token that is generated and not fed.
         "max_model_len": plan.max_len + 1,
         "max_num_batched_tokens": plan.chunk,
-        # vLLM refuses fewer tokens in a step than requests.
-        "max_num_seqs": min(MAX_REQUESTS, plan.chunk),
+        "max_num_seqs": plan.most_requests,
         # By bytes, not as a share of the card or of memory: the engine stays, and leaves the rest to others.
         "kv_cache_memory_bytes": plan.kv_bytes,
         # A cached prefix is not computed: its rows would be missing, and a patched run's keys would be reused.

@@ -18,10 +18,10 @@ from vlens_cli.errors import LOG_HINT, QueryError, VlensError
 if TYPE_CHECKING:
     from vlens_cli.driver.vllm_driver import VLLMDriver
 
-# Other queries wait until what is in flight has ended, so it is about as much as takes this long; fewer tokens do not
-# fill a processor.
+# Other queries wait until what is in flight has ended, so its next forwards are about as much as takes this long; fewer
+# rows do not fill a processor.
 SECONDS = 1.0
-LEAST_TOKENS = 512
+LEAST_ROWS = 512
 
 
 class Flow:
@@ -33,12 +33,15 @@ class Flow:
         self._driver = driver
         self._cancelled, self._between, self._waiting = cancelled, between, waiting
         self._flying: dict[str, tuple[int, Request]] = {}
-        self._tokens = 0
+        # What the next forwards compute: the rows of prompts that end with their forward; those of prompts that go on and
+        # were not read yet; and a row of each request that goes on. What it will generate takes its time whatever else is
+        # in flight, and is no reason to leave others out.
+        self._ending = self._unread = self._going_on = 0
         self._number = 0
         self._over = self._draining = self._worked = False
         # One that was asked for, and did not fit beside those in flight.
         self._next: Request | None = None
-        self._ended, self._since = 0, time.monotonic()
+        self._computed, self._since = 0, time.monotonic()
 
     def run(self, requests: Iterator[Request | None]) -> Iterator[tuple[int, Result]]:
         """(number, result) of each request as it ends. None among them: what is before it ends before the next is asked
@@ -69,11 +72,11 @@ class Flow:
                 self._draining = False
             else:
                 self._between()
-                self._worked, self._ended, self._since = False, 0, time.monotonic()
+                self._worked, self._computed, self._since = False, 0, time.monotonic()
 
     def _fill(self, requests: Iterator[Request | None]) -> None:
         while not (self._over or self._draining or self._worked and self._waiting()) and (
-                not self._flying or self._tokens < max(LEAST_TOKENS, self._driver.rate * SECONDS)):
+                not self._flying or self._rows < max(LEAST_ROWS, self._driver.rate * SECONDS)):
             request = next(requests, self) if self._next is None else self._next
             self._next = None
             if request is self:
@@ -89,31 +92,44 @@ class Flow:
     def _fits(self, request: Request) -> bool:
         """Whether a request can run beside those in flight. No prompt is cut in two by what is beside it: a last token that
         is left over is multiplied in another order, and would be other bits in the next run."""
-        cut = request.max_new_tokens == 1 and self._tokens + _size(request) > self._driver.plan.chunk
-        return not cut and self._driver.fits([one for _, one in self._flying.values()], request)
+        plan = self._driver.plan
+        cut = request.max_new_tokens == 1 and self._rows + len(request.tokens) > plan.chunk
+        if cut or self._going_on >= plan.most_requests:
+            return False
+        return self._driver.fits([one for _, one in self._flying.values()], request)
 
     def _add(self, request: Request) -> None:
         key = uuid.uuid4().hex
         self._driver.submit(key, request)
         self._flying[key] = self._number, request
         self._number += 1
-        self._tokens += _size(request)
+        if request.max_new_tokens == 1:
+            self._ending += len(request.tokens)
+        else:
+            self._unread += len(request.tokens)
+            self._going_on += 1
+
+    @property
+    def _rows(self) -> int:
+        return self._ending + self._unread + self._going_on
 
     def _step(self) -> Iterator[tuple[int, Result]]:
         if self._cancelled():
             raise QueryError("the query was broken off: its asker has left", code="cancelled")
         ended = self._driver.step()
         self._worked = True
+        read = min(self._unread, max(0, self._driver.plan.chunk - self._going_on))
+        self._unread -= read
+        self._computed += read + self._going_on
         for key, output in ended.items():
             number, request = self._flying.pop(key)
-            self._tokens -= _size(request)
-            self._ended += _size(request)
+            if request.max_new_tokens == 1:
+                self._ending -= len(request.tokens)
+                self._computed += len(request.tokens)
+            else:
+                self._going_on -= 1
             yield number, self._driver.result(request, key, output)
-        if self._ended >= LEAST_TOKENS:
+        if self._computed >= LEAST_ROWS:
             now = time.monotonic()
-            self._driver.rate = self._ended / (now - self._since)
-            self._ended, self._since = 0, now
-
-
-def _size(request: Request) -> int:
-    return len(request.tokens) + request.max_new_tokens
+            self._driver.rate = self._computed / (now - self._since)
+            self._computed, self._since = 0, now

@@ -82,7 +82,7 @@ class Replay:
             running |= {str(n): running[BASE][one.start :] for n, one in enumerate(variants) if one.layer == i}
             self._segments = list(_segments(running, firsts))
             flat = torch.cat(list(running.values()))
-            positions = torch.cat([torch.arange(s.first, len(stream), device=self._device) for s in self._segments])
+            positions = _positions(self._segments).to(self._device)
             self._taps.begin_step()
             with internals.forward_context(self._config), self._standing_in(i):
                 flat = block(flat, positions)
@@ -142,6 +142,13 @@ def _segments(running: dict[str, torch.Tensor], firsts: dict[str, int]) -> Itera
     for name, rows in running.items():
         yield internals.Segment(name, start, start + len(rows), firsts[name])
         start += len(rows)
+
+
+def _positions(segments: Sequence[internals.Segment]) -> torch.Tensor:
+    """The position of each row of all segments."""
+    lengths = torch.tensor([s.stop - s.start for s in segments])
+    shift = torch.tensor([s.start - s.first for s in segments])
+    return torch.arange(segments[-1].stop) - shift.repeat_interleave(lengths)
 
 
 def _by_first(segments: Sequence[internals.Segment]) -> dict[int, list[int]]:

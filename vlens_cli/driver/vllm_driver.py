@@ -18,6 +18,7 @@ from vlens_cli.driver.base import LOGITS, Captured, Edit, ForwardResult, Request
 from vlens_cli.driver.engine import Engine, spanned
 from vlens_cli.driver.flow import Flow
 from vlens_cli.driver.locate import ELSEWHERE
+from vlens_cli.driver.outlet import to_host
 from vlens_cli.driver.proof import PROOF_TOKENS, TOLERANCE, WRITTEN_TOGETHER
 from vlens_cli.driver.tokens import Tokens
 from vlens_cli.driver.unembed import UNEMBED_ROWS
@@ -230,7 +231,9 @@ class VLLMDriver(Engine):
         """[requests, d_vocab] logits; None, now and for ever, where the replay of the plain prompt is not what the engine
         has just computed."""
         try:
-            logits = self._call("vlens_replay", base.captured[STREAM].value, [r.edits for r in group]).cpu()
+            logits, copied = to_host(self._call("vlens_replay", base.captured[STREAM].value, [r.edits for r in group]))
+            if copied is not None:
+                copied.synchronize()
         except Exception as fault:
             # Whatever a block of another form raises when it is called alone: the engine's own way remains.
             warnings.warn(f"variants run as separate requests: {type(fault).__name__}: {boot.one_line(fault)}", stacklevel=2)
