@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from vlens_cli.reply import (  # noqa: F401
     BOS_NOTE, COMPILE_HOOKS, METRICS, REDUCTIONS, RUNNING, SCHEMA_VERSION, SWEEP_AXES, Reply, Saved,
 )
+from vlens_cli.units import counted
 
 
 class EngineSpec(NamedTuple):
@@ -121,7 +122,7 @@ class CaptureQuery(NamedTuple):
 
     def summary(self) -> str:
         """What this asks, in a few words, for who waits behind it."""
-        return f"{len(self.hooks)} hooks in {len(self.prompts)} prompts"
+        return f"{counted(len(self.hooks), 'hook')} in {counted(len(self.prompts), 'prompt')}"
 
     def as_json(self) -> dict[str, Any]:
         return _plain(self)
@@ -173,7 +174,7 @@ class CollectQuery(NamedTuple):
 
     def summary(self) -> str:
         """What this asks, in a few words, for who waits behind it."""
-        return f"{len(self.hooks)} hooks in {self.count} prompts"
+        return f"{counted(len(self.hooks), 'hook')} in {counted(self.count, 'prompt')}"
 
     def as_json(self) -> dict[str, Any]:
         return _plain(self)
@@ -217,7 +218,7 @@ class PatchQuery(NamedTuple):
         """What this asks, in a few words, for who waits behind it."""
         if self.sweep:
             return f"a sweep over {' and '.join(self.sweep)}"
-        return f"{len(self.interventions.expressions)} interventions in {len(self.prompts)} prompts"
+        return f"{counted(len(self.interventions.expressions), 'intervention')} in {counted(len(self.prompts), 'prompt')}"
 
     def as_json(self) -> dict[str, Any]:
         return _plain(self)
@@ -286,7 +287,7 @@ class LogitsQuery(NamedTuple):
     interventions: Interventions = Interventions()
 
     def summary(self) -> str:
-        return f"{len(self.prompts)} prompts"
+        return counted(len(self.prompts), "prompt")
 
     def as_json(self) -> dict[str, Any]:
         return _plain(self)
@@ -325,7 +326,7 @@ class ParamQuery(NamedTuple):
 
     def summary(self) -> str:
         """What this asks, in a few words, for who waits behind it."""
-        return f"{len(self.names)} weights"
+        return counted(len(self.names), "weight")
 
     def as_json(self) -> dict[str, Any]:
         return _plain(self)

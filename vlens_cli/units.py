@@ -1,4 +1,4 @@
-"""Sizes in bytes, as they are shown and typed."""
+"""Counts and sizes in bytes, as they are shown and typed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import re
 
 _BYTES = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12,
           "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
+
+
+def counted(n: int, what: str) -> str:
+    """1 prompt, 2,000 prompts."""
+    return f"{n:,} {what}{'s' * (n != 1)}"
 
 
 def size_text(n_bytes: float) -> str:

@@ -110,6 +110,7 @@ def test_an_error_is_a_message_then_a_hint(shell):
     ("args", "message", "hint"),
     [
         (["capture", "--hok", "x", "hello"], "there is no option: --hok", "did you mean --hook"),
+        (["capture", "--layer", "3", "hello"], "there is no option: --layer", "blocks.3."),
         (["capture", "--hook"], "option '--hook' requires an argument", "`vlens capture --help`"),
         (["capture", "hello"], "missing option '--hook'", "`vlens capture --help`"),
         (["capture", "--hook", "hook_embed", "-5 degrees"], "there is no option: -5", "goes after `--`"),

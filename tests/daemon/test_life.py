@@ -376,9 +376,9 @@ def test_status_shows_starting_idle_and_busy_with_what(vlens):
     vlens.in_state("busy")
     busy = vlens.run("engine", "status")
     (one,) = json.loads(busy.out)["engines"]
-    assert (one["state"], one["doing"], one["idle_left_s"]) == ("busy", "capture of 1 hooks in 1 prompts", None)
+    assert (one["state"], one["doing"], one["idle_left_s"]) == ("busy", "capture of 1 hook in 1 prompt", None)
     assert one["doing_for_s"] > 0
-    assert "busy: capture of 1 hooks in 1 prompts, for" in vlens.run("engine", "status", "--table").out
+    assert "busy: capture of 1 hook in 1 prompt, for" in vlens.run("engine", "status", "--table").out
     assert finish(client).answer == vlens.right("sleep 3")
     idle = vlens.run("engine", "status")
     assert [done.code for done in (starting, busy, idle)] == [0, 0, 0]

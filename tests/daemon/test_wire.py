@@ -208,7 +208,7 @@ def test_a_waiting_asker_hears_what_runs_and_since_when(warm):
     running = warm.capturing("sleep 2")
     warm.in_state("busy")
     frames = told(warm.home.socket, framed(json.dumps(FRAME).encode()), end=False)
-    assert frames[0]["progress"].startswith("waiting: capture of 1 hooks in 1 prompts, for ")
+    assert frames[0]["progress"].startswith("waiting: capture of 1 hook in 1 prompt, for ")
     assert frames[-1]["reply"]["body"]["prompts"][0]["answer"] == warm.right("hello")
     assert finish(running).code == 0
 

@@ -60,7 +60,7 @@ def run(asked: Typed, check: Callable[[CollectQuery, dict[str, Any]], None], as_
     for note in reply.notes:
         output.say(f"note: {render.visible(note)}")
     saved = reply.saved
-    output.say(f"wrote {render.visible(str(folder))}: {saved.tensors} file{'s' * (saved.tensors != 1)}, "
+    output.say(f"wrote {render.visible(str(folder))}: {units.counted(saved.tensors, 'file')}, "
                f"{units.size_text(saved.bytes)}")
     body = {**reply.body, "skipped": [*skipped, *reply.body["skipped"]]}
     output.emit(render.to_json(body) if as_json else render.collected(body))

@@ -10,6 +10,7 @@ import click
 from vlens_cli.cli import options, output, render
 from vlens_cli.errors import EXIT_FAILED, QueryError, UsageError
 from vlens_cli.reply import SCHEMA_VERSION
+from vlens_cli.units import counted
 
 if TYPE_CHECKING:
     from vlens_cli.daemon.runtime import Home
@@ -86,7 +87,7 @@ def sleep(model: str | None) -> None:
             # It stays for as long as it was told to.
             reply = client.ask_running(home, SleepQuery(), client.Asking(keep_alive=described["keep_alive_s"]))
             freed += [] if reply is None else [reply.body["freed_bytes"]]
-    output.say(f"{len(freed)} engine{'s' * (len(freed) != 1)} asleep: {sum(freed) / 1e9:.1f} GB of GPU memory freed"
+    output.say(f"{counted(len(freed), 'engine')} asleep: {sum(freed) / 1e9:.1f} GB of GPU memory freed"
                if freed else "no engine runs")
 
 
@@ -106,7 +107,7 @@ def stop(model: str | None) -> None:
         with runtime.locked(home, lambda text: None):
             stopped.append(launch.stop(home))
     pids = [str(pid) for pid in stopped if pid is not None]
-    output.say(f"stopped {len(pids)} engine{'s' * (len(pids) != 1)}: pid {', '.join(pids)}" if pids else "no engine runs")
+    output.say(f"stopped {counted(len(pids), 'engine')}: pid {', '.join(pids)}" if pids else "no engine runs")
 
 
 @command.command("log", short_help="What the newest engine said.")

@@ -33,6 +33,9 @@ COMMANDS = {
     "completions": "The script with which a shell completes vlens.",
 }
 
+# What people type who know other tools.
+_ELSEWHERE = dict.fromkeys(("--layer", "--layers"), "the layer is in the hook's name: blocks.3.…, 'blocks.*.…'")
+
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
@@ -156,6 +159,7 @@ def _translated(raised: Exception, path: str) -> VlensError:
             prompts = path.split()[1:] in (["capture"], ["patch"], ["logits"])
             hint = f"did you mean {near}?" if near else "a prompt that starts with `-` goes after `--`" if prompts else (
                 f"`{path} --help` lists what it takes")
+            hint = _ELSEWHERE.get(raised.option_name, hint)
             return UsageError(f"there is no option: {raised.option_name}", hint=hint, code="unknown_option")
         case click.ClickException():
             message = raised.format_message().rstrip(".")

@@ -15,7 +15,7 @@ import click
 from vlens_cli.cli.render import LEFT_TO_RIGHT, from_here, to_json, visible
 from vlens_cli.errors import PathError, QueryError, UsageError, VlensError
 from vlens_cli.reply import SCHEMA_VERSION, Saved
-from vlens_cli.units import size_text
+from vlens_cli.units import counted, size_text
 
 
 def wants_json(as_json: bool, as_table: bool) -> bool:
@@ -212,8 +212,7 @@ def _exchanged(draft: Path, path: Path) -> bool:
 
 def say_saved(path: Path, saved: Saved) -> None:
     """What went into the file of `-o`."""
-    plural = "s" * (saved.tensors != 1)
-    say(f"wrote {name_of(path)}: {saved.tensors} tensor{plural}, {size_text(saved.bytes)}")
+    say(f"wrote {name_of(path)}: {counted(saved.tensors, 'tensor')}, {size_text(saved.bytes)}")
 
 
 def name_of(path: Path) -> str:

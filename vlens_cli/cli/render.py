@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vlens_cli.units import counted
+
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
@@ -215,7 +217,7 @@ def fired(prompt: dict[str, Any]) -> list[str]:
 
 def _times(counts: list[int]) -> str:
     least, most = min(counts), max(counts)
-    forwards = f"{least} forward{'s' * (least != 1)}" if least == most else f"{least} to {most} forwards"
+    forwards = counted(least, "forward") if least == most else f"{least} to {most} forwards"
     return f"applied in {forwards}" + (f", at {len(counts)} hook points" if len(counts) > 1 else "")
 
 
@@ -228,8 +230,7 @@ def heading(prompt: dict[str, Any], place: int, n_prompts: int) -> str:
     which = f"prompt {place}: " if n_prompts > 1 else ""
     text = "token ids" if prompt["text"] is None else quoted(prompt["text"])
     chunks = f", in {prompt['chunks']} chunks" if prompt.get("chunks", 1) > 1 else ""
-    n_tokens = len(prompt["tokens"])
-    return f"{which}{text}, {n_tokens} token{'s' * (n_tokens != 1)}{chunks}"
+    return f"{which}{text}, {counted(len(prompt['tokens']), 'token')}{chunks}"
 
 
 def _title(name: str, hook: dict[str, Any]) -> str:

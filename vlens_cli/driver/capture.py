@@ -15,7 +15,7 @@ from vlens_cli.driver.tokens import Fed
 from vlens_cli.errors import UsageError
 from vlens_cli.families import TOKEN_AXES
 from vlens_cli.query import SCHEMA_VERSION, CaptureQuery, Reply, Saved
-from vlens_cli.units import size_text
+from vlens_cli.units import counted, size_text
 
 if TYPE_CHECKING:
     from vlens_cli.driver.session import Progress, Session
@@ -72,7 +72,7 @@ def _check_disk(session: Session, query: CaptureQuery, fed: Sequence[Fed], wants
     free = shards.free_bytes(into.fileno())
     shards.check_room(n_bytes, free, "the folder of -o", query.max_bytes)
     if progress is not None:
-        progress(f"note: {len(fed):,} prompt{'s' * (len(fed) != 1)} of {sum(len(f.ids) for f in fed):,} tokens: "
+        progress(f"note: {counted(len(fed), 'prompt')} of {counted(sum(len(f.ids) for f in fed), 'token')}: "
                  f"{size_text(n_bytes)} to write, {size_text(free)} free")
 
 

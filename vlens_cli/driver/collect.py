@@ -26,7 +26,7 @@ from vlens_cli.errors import PromptError, QueryError, UsageError
 from vlens_cli.families import Catalog
 from vlens_cli.models.folder import stamps
 from vlens_cli.query import SCHEMA_VERSION, CollectQuery, Prompt, Reply, Saved
-from vlens_cli.units import size_text
+from vlens_cli.units import counted, size_text
 
 if TYPE_CHECKING:
     from vlens_cli.driver.session import Progress, Session
@@ -221,7 +221,7 @@ class Collection:
         check_room(total, free + done, self.query.folder, self.query.max_bytes)
         before = f", {size_text(done)} of them there" if done else ""
         n_prompts = len(prompts.tokens)
-        self.progress(f"note: {n_prompts:,} prompt{'s' * (n_prompts != 1)} of {sum(prompts.tokens):,} tokens: "
+        self.progress(f"note: {counted(n_prompts, 'prompt')} of {counted(sum(prompts.tokens), 'token')}: "
                       f"{size_text(total)} to write{before}, {size_text(free)} free")
 
     # What a reply and the files say
