@@ -104,10 +104,10 @@ class Session:
         one prompt compute once what they share."""
         driver = self.driver(progress)
         progress(RUNNING)
-        began = time.monotonic()
+        began, watched = time.monotonic(), (self._cancelled, self._between, self._waiting)
         if variants:
-            return driver.run_variants(requests, self._cancelled, self._between), time.monotonic() - began
-        return driver.run(requests, self._cancelled, self._between, self._waiting), time.monotonic() - began
+            return driver.run_variants(requests, *watched), time.monotonic() - began
+        return driver.run(requests, *watched), time.monotonic() - began
 
     def stream(self, requests: Iterator[Request | None], progress: Progress, check: Callable[[], None]
                ) -> Iterator[tuple[int, Result]]:

@@ -132,14 +132,13 @@ class VLLMDriver(Engine):
         """transformers' tokenizer of this model. Raises StartError where its folder has none."""
         return Tokens(self.spec.model).tokenizer
 
-
     def supports(self, feature: str) -> bool:
         """Whether this driver has a capability, by a word of ours or of TransformerLens' KNOWN_FEATURES."""
         return feature in FEATURES or feature == "sequence_logits" and self.provides_sequence_logits
 
     def run(
         self, requests: Sequence[Request], cancelled: Callable[[], bool] = lambda: False,
-        between: Callable[[], None] = lambda: None, waiting: Callable[[], bool] = lambda: True,
+        between: Callable[[], None] = lambda: None, waiting: Callable[[], bool] = lambda: False,
     ) -> list[Result]:
         """All requests; results in their order.
 
@@ -154,7 +153,7 @@ class VLLMDriver(Engine):
 
     def stream(
         self, requests: Iterator[Request | None], cancelled: Callable[[], bool] = lambda: False,
-        between: Callable[[], None] = lambda: None, waiting: Callable[[], bool] = lambda: True,
+        between: Callable[[], None] = lambda: None, waiting: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, Result]]:
         """`run` of any number of requests, each asked for when it is about to be computed: (number, result) as they end.
         None among them: what is before it ends first. Close it where it is left early."""
@@ -187,7 +186,7 @@ class VLLMDriver(Engine):
 
     def run_variants(
         self, requests: Sequence[Request], cancelled: Callable[[], bool] = lambda: False,
-        between: Callable[[], None] = lambda: None,
+        between: Callable[[], None] = lambda: None, waiting: Callable[[], bool] = lambda: False,
     ) -> list[Result]:
         """`run` for many edits of one prompt of which only the last position's logits are asked. What they share is
         computed once, where this model allows it (see `replay`); else they run as any requests do.
@@ -196,7 +195,7 @@ class VLLMDriver(Engine):
         """
         groups = self._variants(requests)
         if groups is None:
-            return self.run(requests, cancelled, between)
+            return self.run(requests, cancelled, between, waiting)
         last = len(requests[0].tokens) - 1
         (base,) = self.run([Request(requests[0].tokens, {STREAM: Want(), LOGITS: Want((last,))})], cancelled)
         results: list[Result] = []
@@ -207,7 +206,7 @@ class VLLMDriver(Engine):
                 raise QueryError("the query was broken off: its asker has left", code="cancelled")
             rows = self._replayed(base, group)
             if rows is None:
-                return self.run(requests, cancelled, between)
+                return self.run(requests, cancelled, between, waiting)
             results += [Result({LOGITS: Captured(_cut_dims(row[None], r.capture[LOGITS].dims), (last,))}, (), 1)
                         for r, row in zip(group, rows, strict=True)]
         return results

@@ -27,11 +27,18 @@ class CompiledDriver(VLLMDriver):
     """Its points are those of `plan.built`, what is rebuilt from them, and the logits where the final norm's output is
     among them; every other is refused."""
 
+    def __init__(self, spec: EngineSpec, plan: boot.Plan, catalog: Catalog) -> None:
+        self._needed: dict[int, tuple[Request, tuple[int, int]]] = {}
+        super().__init__(spec, plan, catalog)
+
     def fits(self, in_flight: Sequence[Request], request: Request) -> bool:
         return len(self._fitting([*in_flight, request])) > len(in_flight)
 
     def _fitting(self, requests: Sequence[Request]) -> Sequence[Request]:
-        return requests[: limits.fitting(requests, self.catalog, self.plan)]
+        # Asked for each request that is added to those in flight, whose needs are known. A request is held with them: its
+        # id is nobody else's.
+        self._needed = {id(r): self._needed.get(id(r)) or (r, limits.needs(r, self.catalog, self.plan)) for r in requests}
+        return requests[: limits.fitting((needed for _, needed in self._needed.values()), self.plan)]
 
     def _check(self, request: Request) -> None:
         super()._check(request)

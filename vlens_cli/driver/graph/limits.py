@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vlens_cli import hooks
@@ -88,24 +88,26 @@ def capture_bytes(request: Request, catalog: Catalog, chunk: int, itemsize: int)
     return total
 
 
-def fitting(requests: Sequence[Request], catalog: Catalog, plan: Plan) -> int:
-    """How many of the first requests can be in flight together, one at least."""
+def needs(request: Request, catalog: Catalog, plan: Plan) -> tuple[int, int]:
+    """Bytes that a request takes at most of (captured rows of one step, edits)."""
+    return capture_bytes(request, catalog, plan.chunk, ITEMSIZE[plan.dtype]), edit_bytes(request.edits, catalog)
+
+
+def fitting(needed: Iterable[tuple[int, int]], plan: Plan) -> int:
+    """How many of the first requests, by their `needs`, can be in flight together, one at least."""
     rows, edits = _room(plan)
-    for n, request in enumerate(requests):
-        rows -= capture_bytes(request, catalog, plan.chunk, ITEMSIZE[plan.dtype])
-        edits -= edit_bytes(request.edits, catalog)
+    n = 0
+    for n, (of_rows, of_edits) in enumerate(needed, 1):
+        rows, edits = rows - of_rows, edits - of_edits
         if min(rows, edits) < 0:
-            return max(1, n)
-    return len(requests)
+            return max(1, n - 1)
+    return n
 
 
 def check(request: Request, catalog: Catalog, plan: Plan) -> None:
     """Raises UsageError, with both numbers, for a request that does not fit alone."""
-    rows, edits = _room(plan)
-    for what, needed, room in (
-        ("captures in one forward", capture_bytes(request, catalog, plan.chunk, ITEMSIZE[plan.dtype]), rows),
-        ("edits", edit_bytes(request.edits, catalog), edits),
-    ):
+    needed_of, room_of = needs(request, catalog, plan), _room(plan)
+    for what, needed, room in zip(("captures in one forward", "edits"), needed_of, room_of, strict=True):
         if needed > room:
             raise UsageError(
                 f"{what} of {_mib(needed)} do not fit into the {_mib(room)} that this compiled engine keeps for them",

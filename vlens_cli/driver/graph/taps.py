@@ -2,7 +2,7 @@
 
 Before each step the tables say for every row of every asked point where it is copied to and which program changes it;
 after the step the copied rows are taken out, still on the device. A step in which nothing but the positions has moved
-on, as in decoding, leaves the tables as they are.
+on, as in decoding, leaves the tables as they are, and its rows with those of the step before.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from vlens_cli.driver.taps import Record, Taps, _value
 class GraphRecord(Record):
     """A request as the tables serve it.
 
-    watched  site -> positions to copy, or None for all   block  its programs   taken  rows of each step, still together
+    watched  site -> positions to copy, or None for all   block  its programs
     settled  from which position on every row is served alike: the last that anything names, and one
+    taken    site -> (positions, rows) of each step, or of many that were alike
     """
 
     watched: dict[int, tuple[int, ...] | None] = field(default_factory=dict)
     block: programs.Block | None = None
     settled: int = 0
-    taken: dict[int, list[tuple[Sequence[int], torch.Tensor, int]]] = field(default_factory=dict)
+    taken: dict[int, list[tuple[Sequence[int], torch.Tensor]]] = field(default_factory=dict)
 
     def leaves(self, point: Point) -> bool:
         """Rows are collected when the request has ended, for its slot too."""
@@ -50,6 +51,23 @@ class Copied:
     parts: list[tuple[GraphRecord, Sequence[int], int]]
 
 
+@dataclass
+class Steps:
+    """Steps that the tables serve alike, one after the other, as in decoding: `live` and `plan` are those of the first, `rows`
+    what was copied in each. What they gave is handed out once, not once a step and request."""
+
+    live: list[tuple[GraphRecord, internals.Segment]]
+    plan: list[Copied]
+    rows: list[list[torch.Tensor]] = field(default_factory=list)
+
+    def goes_on(self, live: list[tuple[GraphRecord, internals.Segment]]) -> bool:
+        """Whether a step of `live` is the next of these: every request has one row, where it was, a position later."""
+        n = len(self.rows)
+        return len(live) == len(self.live) and all(
+            record is was and s.start == first.start and s.stop == s.start + 1 == first.stop and s.first == first.first + n
+            and first.first >= record.settled for (was, first), (record, s) in zip(self.live, live, strict=True))
+
+
 class GraphTaps(Taps):
     """The taps of one worker whose points are in the graph. `located` are all points, `built` those in the graph."""
 
@@ -63,10 +81,8 @@ class GraphTaps(Taps):
         self.sampled: dict[str, list[torch.Tensor]] = {}
         self.sampling: tuple[Any, ...] = ()
         self._samples: torch.utils.hooks.RemovableHandle | None = None
-        self._plan: list[Copied] = []
-        self._last: list[Copied] = []
-        self._signature: list[internals.Segment] | None = None
-        self._live: list[tuple[GraphRecord, internals.Segment]] = []
+        self._steps: Steps | None = None
+        self._planned = False
         self._dirty = range(0)
         # What the op's own counts must be.
         self._expected = [[0, 0] for _ in names]
@@ -92,7 +108,6 @@ class GraphTaps(Taps):
         base = Record.of(key, wants, self._reads(wants), edits)
         record = GraphRecord(base.key, base.wants, base.reads, base.edits, base.fired, slot)
         self._records[request] = record
-        self._signature = None
         for name, asked in record.reads.items():
             site = self._site_of(name)
             positions = [want.positions for _, want in asked] + ([record.watched[site]] if site in record.watched else [])
@@ -131,8 +146,8 @@ class GraphTaps(Taps):
         request = next((r for r, record in self._records.items() if record.key == key), None)
         if request is None:
             raise LookupError("the engine has finished a request that no tap has seen")
+        self._hand_out()
         record = self._records.pop(request)
-        self._signature = None
         self._release(record)
         if LOGITS in record.edits:
             del self._asking[LOGITS][request]
@@ -162,11 +177,10 @@ class GraphTaps(Taps):
                 ) -> list[tuple[Sequence[int], torch.Tensor]]:
         """What was kept of a point, as eager taps keep it."""
         found = []
-        for positions, rows, start in record.taken.get(site, ()):
+        for positions, rows in record.taken.get(site, ()):
             asked = [n for n, p in enumerate(positions) if want.positions is None or p in want.positions]
             if asked:
-                whole = rows[start : start + len(positions)]
-                some = whole if len(asked) == len(positions) else whole[asked]
+                some = rows if len(asked) == len(positions) else rows[asked]
                 tensors = list(some.unbind(1)) if self.tables.sites[site].raw else [some]
                 value = _value(point, want, tensors) if self.tables.sites[site].raw else _value_of(point, want, some)
                 found.append(([positions[n] for n in asked], value))
@@ -174,7 +188,7 @@ class GraphTaps(Taps):
 
     def drop_all(self) -> None:
         super().drop_all()
-        self._plan, self._live, self._signature = [], [], None
+        self._steps, self._planned = None, False
         self._expected = [[0, 0] for _ in self._expected]
         self.tables.clear()
         self._dirty = range(0)
@@ -207,33 +221,24 @@ class GraphTaps(Taps):
 
     def begin_step(self) -> None:
         super().begin_step()
-        self._plan, self._live = [], []
+        self._planned = False
 
     def planned(self, segments: list[internals.Segment]) -> None:
-        """The engine has laid out the rows of a step that is about to run: fill the tables for it."""
+        """The engine has laid out the rows of a step that is about to run: fill the tables for it, unless it goes on from
+        those before."""
         self._step = {segment.request: segment for segment in segments}
-        self._live = [(record, s) for s in segments if (record := self._records.get(s.request)) is not None]
-        settled = all(s.first >= record.settled and s.stop == s.start + 1 for record, s in self._live)
-        same = settled and self._signature is not None and len(self._signature) == len(self._live) and all(
-            was.request == s.request and was.start == s.start for was, (_, s) in zip(self._signature, self._live, strict=True))
-        if same:
-            self._move_on()
-            return
-        self._fill()
-        self._signature = [s for _, s in self._live] if settled else None
+        live = [(record, s) for s in segments if (record := self._records.get(s.request)) is not None]
+        if self._steps is None or not self._steps.goes_on(live):
+            self._hand_out()
+            self._steps = Steps(live, self._fill(live))
+        self._planned = True
 
-    def _move_on(self) -> None:
-        """The tables serve this step as they did the last: only positions differ."""
-        first = {id(record): s.first for record, s in self._live}
-        self._plan = [Copied(of.site, of.start, of.count, [(r, (first[id(r)],), row) for r, _, row in of.parts])
-                      for of in self._last]
-
-    def _fill(self) -> None:
-        host, used, at = self.tables.host, set(self._dirty), 0
+    def _fill(self, live: list[tuple[GraphRecord, internals.Segment]]) -> list[Copied]:
+        host, used, at, plan = self.tables.host, set(self._dirty), 0, []
         for site in self._dirty:
             host[site] = -1
         asked: dict[int, list[tuple[GraphRecord, internals.Segment]]] = {}
-        for record, segment in self._live:
+        for record, segment in live:
             if record.fault is None:
                 used |= self._place_edits(record, segment)
                 for site in record.watched:
@@ -243,13 +248,13 @@ class GraphTaps(Taps):
             copied = self._place_copies(site, of, at)
             if copied.count:
                 at += copied.count * self.tables.row_granules(site)
-                self._plan.append(copied)
+                plan.append(copied)
                 changed.add(site)
-        self._last = self._plan
         touched = changed | set(self._dirty)
         if touched:
             self.tables.upload(range(min(touched), max(touched) + 1))
         self._dirty = range(min(changed), max(changed) + 1) if changed else range(0)
+        return plan
 
     def _place_edits(self, record: GraphRecord, segment: internals.Segment) -> set[int]:
         if record.block is None:
@@ -288,24 +293,37 @@ class GraphTaps(Taps):
 
     def end_step(self, scheduled: dict[str, int]) -> None:
         super().end_step(scheduled)
-        for of in self._plan:
-            rows = self.tables.copied(of.site, of.start, of.count).clone()
-            self._expected[of.site][0] += of.count
-            for record, positions, start in of.parts:
-                record.taken.setdefault(of.site, []).append((positions, rows, start))
-        for record, segment in self._live:
-            if record.fault is None and record.block is not None:
-                self._count_edits(record, segment)
-        self._plan, self._live = [], []
+        if self._planned:
+            self._steps.rows.append([self.tables.copied(of.site, of.start, of.count).clone() for of in self._steps.plan])
+            self._planned = False
 
-    def _count_edits(self, record: GraphRecord, segment: internals.Segment) -> None:
+    def _hand_out(self) -> None:
+        """Give each request what the steps since the last time have copied, and count what they have served."""
+        steps, self._steps = self._steps, None
+        if steps is None or not steps.rows:
+            return
+        n = len(steps.rows)
+        for of, rows in zip(steps.plan, zip(*steps.rows, strict=True), strict=True):
+            self._expected[of.site][0] += n * of.count
+            together = torch.stack(rows) if n > 1 else rows[0]
+            for record, positions, start in of.parts:
+                if n > 1:
+                    given = range(positions[0], positions[0] + n), together[:, start]
+                else:
+                    given = positions, together[start : start + len(positions)]
+                record.taken.setdefault(of.site, []).append(given)
+        for record, segment in steps.live:
+            if record.fault is None and record.block is not None:
+                self._count_edits(record, segment, n)
+
+    def _count_edits(self, record: GraphRecord, segment: internals.Segment, steps: int) -> None:
+        """Of `steps` steps, several only where each has one row that no edit names."""
         present = range(segment.first, segment.first + segment.stop - segment.start)
         for site, of in record.block.programs.items():
-            rest = None in of
-            self._expected[site][1] += len(present) if rest else sum(p in of for p in present)
+            self._expected[site][1] += steps * (len(present) if None in of else sum(p in of for p in present))
         for name, edits in record.edits.items():
             for n, edit in edits if name != LOGITS else ():
-                record.fired[n] += edit.positions is None or any(p in present for p in edit.positions)
+                record.fired[n] += steps * (edit.positions is None or any(p in present for p in edit.positions))
 
 
 def _value_of(point: Point, want: Want, rows: torch.Tensor) -> torch.Tensor:
