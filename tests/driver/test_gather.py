@@ -76,6 +76,13 @@ def test_a_replicated_weight_is_taken_once_and_must_agree():
         gather([norm, other], Sharding())
 
 
+def test_a_bias_that_the_first_rank_adds_is_the_first_ranks():
+    bias = weight(8)
+    assert gather([bias, torch.zeros_like(bias)], Sharding(first=True)) is bias
+    with pytest.raises(QueryError, match="another's too"):
+        gather([bias, bias], Sharding(first=True))
+
+
 def test_replicated_heads_must_agree():
     _, shards, how = qkv_shards(2, 4, 1)
     shards[1][-1] += 1

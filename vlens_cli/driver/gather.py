@@ -17,11 +17,13 @@ class Sharding:
     dim       axis that is cut; None: every rank has all of it
     parts     widths along `dim` of this rank's fused parts (`qkv`: queries, keys, values); empty: it is one part
     replicas  of each part, how many neighbouring ranks hold the same shard (kv heads that are fewer than ranks)
+    first     the first rank has all of it, and the others zeros: it is added to what each rank has an addend of
     """
 
     dim: int | None = None
     parts: tuple[int, ...] = ()
     replicas: tuple[int, ...] = ()
+    first: bool = False
 
 
 def gather(shards: Sequence[torch.Tensor], how: Sharding) -> torch.Tensor:
@@ -30,6 +32,8 @@ def gather(shards: Sequence[torch.Tensor], how: Sharding) -> torch.Tensor:
     Each fused part is joined by itself: the ranks' shards hold a piece of every part, side by side. What several ranks
     hold is taken once. Raises QueryError where replicas differ, or shards have other widths than `how` says.
     """
+    if how.first:
+        return _first(shards)
     if how.dim is None:
         return _one(shards)
     parts = how.parts or (shards[0].shape[how.dim],)
@@ -45,6 +49,13 @@ def gather(shards: Sequence[torch.Tensor], how: Sharding) -> torch.Tensor:
         groups = [[piece[n] for piece in pieces[first : first + count]] for first in range(0, len(shards), count)]
         joined += map(_one, groups)
     return torch.cat(joined, dim=how.dim)
+
+
+def _first(shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    first, *others = shards
+    if any(other.shape != first.shape or other.count_nonzero() for other in others):
+        raise QueryError("a weight that the first rank should have alone is another's too", code="shards_differ")
+    return first
 
 
 def _one(copies: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -314,10 +314,12 @@ def sharding(layer: torch.nn.Module, attribute: str) -> Sharding:
         width = moe.intermediate_size_per_partition
         # Where gate and up rows alternate, a rank has a run of them.
         fused = () if "GptOss" in type(getattr(layer, "routed_experts", layer)).__name__ else (width, width)
-        return {"w13_weight": Sharding(1, fused), "w13_bias": Sharding(1, fused), "w2_weight": Sharding(2)}.get(
-            attribute, Sharding())
+        return {"w13_weight": Sharding(1, fused), "w13_bias": Sharding(1, fused), "w2_weight": Sharding(2),
+                "w2_bias": Sharding(first=True)}.get(attribute, Sharding())
     if layer_is_whole(layer):
         return Sharding()
+    if attribute == "sinks":
+        return Sharding(0)
     match layer:
         case QKVParallelLinear():
             kv = layer.num_kv_heads

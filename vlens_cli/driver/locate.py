@@ -18,6 +18,8 @@ from vlens_cli.families import TOKEN_AXES, Catalog, Row
 
 # Axes that tensor parallelism spreads over the ranks.
 SPREAD_AXES = ("head", "kv_head", "d_mlp", "d_shared")
+# Sublayer -> the linear layer that its output comes from.
+PROJECTIONS = {"attn": "o", "mlp": "down"}
 ELSEWHERE = "another pipeline stage has this layer"
 
 # Roles that points are rebuilt with, and what tells (LookupError) that a live module cannot be used so.
@@ -100,10 +102,14 @@ class Point:
         return [self.ranks.joined(t, self.replicas) for t in tensors] if self.spread else tensors
 
     def give_back(self, tensors: list[torch.Tensor], whole: list[torch.Tensor]) -> None:
-        """Put this rank's part of what was `whole` where `tensors` are views of."""
-        if self.spread:
-            for t, all_of in zip(tensors, whole, strict=True):
+        """Put this rank's part of what was `whole` where `tensors` are views of: every rank must. Of a sum, the first rank
+        gets the rows that are not what they were, and the others nothing there."""
+        for t, all_of in zip(tensors, whole, strict=True):
+            if self.spread:
                 t.copy_(self.ranks.part(all_of, self.replicas))
+            elif self.addend:
+                changed = (self.ranks.sum(t.clone()) != all_of).any(dim=1, keepdim=True)
+                t.copy_(torch.where(changed, all_of if self.ranks.at == 0 else torch.zeros_like(t), t))
 
     def shaped(self, t: torch.Tensor) -> torch.Tensor:
         """[rows, width] as a view [rows, *shape]; already so where each head has all parts of a fused output."""
@@ -194,10 +200,17 @@ class Locator:
             shape=tuple(self.catalog.size(axis) for axis in row.axes if axis not in TOKEN_AXES), norm=spec.norm,
             factor=self.catalog.factor(row), helper=helper, batch_axis=spec.batch_axis, of=self.catalog.sources(name),
             raw_width=self.catalog.dims.n_experts if row.derive.startswith("expert") else self.catalog.dims.d_model,
-            ranks=self.ranks, spread=self.ranks.tp > 1 and not row.of and not set(SPREAD_AXES).isdisjoint(row.axes),
-            addend=self.ranks.tp > 1 and row.addend, replicas=self._replicas if "kv_head" in row.axes else 1,
+            ranks=self.ranks, spread=self.ranks.tp > 1 and not row.of and (
+                row.spread or not set(SPREAD_AXES).isdisjoint(row.axes)),
+            addend=self.ranks.tp > 1 and (row.addend or self._is_unreduced(row, layer)),
+            replicas=self._replicas if "kv_head" in row.axes else 1,
             kv_group=max(1, self.catalog.dims.n_heads // self.catalog.dims.n_kv_heads),
         )
+
+    def _is_unreduced(self, row: Row, layer: int | None) -> bool:
+        """Whether a sublayer's output is what its projection gives on each rank, and the block sums it."""
+        role = PROJECTIONS.get(row.module, row.module)
+        return bool(row.outputs) and self.has(role, layer) and internals.cut(self.module(role, layer)).unreduced
 
     def _has_end(self, row: Row) -> bool:
         """Whether a point outside the blocks is in this pipeline stage: those ahead of them are in the first. Modules do not

@@ -294,7 +294,7 @@ class LensWorker(EngineWorker):
             if lacking := set().union(*read) - set(names):
                 raise StartError(f"{min(lacking)} never fired on tensor-parallel rank {at}", code="ranks_differ")
         for point in self._taps.points.values():
-            marks = torch.arange(point.shape[0])[None]
+            marks = torch.arange(max(point.shape[0], self._ranks.tp // point.replicas))[None]
             if point.spread and not torch.equal(self._ranks.joined(self._ranks.part(marks, point.replicas), point.replicas), marks):
                 raise StartError(f"{point.name} is joined in another order than that of its ranks", code="ranks_differ")
 
