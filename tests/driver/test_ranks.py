@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,14 @@ def test_ranks_that_a_model_cannot_be_spread_over_are_refused_before_any_starts(
                         ({"tp": 2, "compile_hooks": ("hook_embed",)}, "compiled mode runs on one rank")]:
         with pytest.raises(UsageError, match=told):
             Session(EngineSpec(str(folder), "llama", **ranks), json.loads((folder / "config.json").read_text()))
+
+
+def test_ray_that_is_not_installed_is_said_before_any_starts(tiny, monkeypatch):
+    folder = tiny("llama")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UsageError, match="needs the package ray, which is not installed") as told:
+        Session(EngineSpec(str(folder), "llama", tp=2, executor="ray"), json.loads((folder / "config.json").read_text()))
+    assert told.value.code == "no_ray" and "--executor mp" in told.value.hint
 
 
 def test_a_query_that_fails_leaves_ranks_that_answer_the_next(engines, tiny):

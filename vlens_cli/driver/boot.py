@@ -122,7 +122,11 @@ def _check_ranks(spec: EngineSpec, dims: Dims) -> None:
         raise UsageError(f"--tp {spec.tp} and this model's {dims.n_kv_heads} key and value heads do not divide each other",
                          code="ranks_do_not_fit", hint=_tp_hint(dims))
     if spec.pp > dims.n_layers:
-        raise UsageError(f"--pp {spec.pp} is more than this model's {dims.n_layers} layers", code="ranks_do_not_fit")
+        raise UsageError(f"--pp {spec.pp} is more than this model's {dims.n_layers} layers", code="ranks_do_not_fit",
+                         hint=f"--pp takes here 1 to {dims.n_layers}")
+    if spec.executor == "ray" and importlib.util.find_spec("ray") is None:
+        raise UsageError("--executor ray needs the package ray, which is not installed here", code="no_ray",
+                         hint="pip install ray, on every machine; ranks of one machine need none: --executor mp")
     if spec.executor is None and spec.tp * spec.pp == 1:
         return
     if spec.compile_hooks is not None:
