@@ -168,6 +168,10 @@ class Server:
         try:
             frame = self._answer(job)
         except VlensError as error:
+            if self._stopping.is_set() and self._session is not None and self._session.died:
+                # Its workers were told to end as this process was; the query did not fail by itself.
+                error = QueryError("the engine was stopped during the query", code="engine_stopped",
+                                   hint="the next command starts a new one")
             launch.name_idle_engines(error)
             frame = {"error": {**error.as_dict(), "exit": error.exit_code}}
             if self._session is None or isinstance(error, StartError) and not self._session.started:
