@@ -79,6 +79,14 @@ def test_a_graph_without_hooks_is_not_served(driver, unhooked):
     assert list(got.new_tokens) == unhooked and got.captured[POST].value.abs().min() > 0
 
 
+def test_a_request_that_is_asked_twice_needs_its_room_twice(driver):
+    one = Request(tuple(SHORT), {POST: Want()})
+    assert driver.fits([one], one) and driver.fits([one, one], one)
+    needed, _ = limits.needs(one, driver.catalog, driver.plan)
+    full = [one] * (limits._room(driver.plan)[0] // needed)
+    assert driver.fits(full[1:], one) and not driver.fits(full, one)
+
+
 def test_a_graph_that_does_not_call_the_op_fails_the_query_and_the_engine_lives(driver, monkeypatch):
     request = Request(tuple(SHORT), {POST: Want()}, 3)
     (before,) = driver.run([request])

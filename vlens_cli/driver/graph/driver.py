@@ -38,7 +38,7 @@ class CompiledDriver(VLLMDriver):
         # Asked for each request that is added to those in flight, whose needs are known. A request is held with them: its
         # id is nobody else's.
         self._needed = {id(r): self._needed.get(id(r)) or (r, limits.needs(r, self.catalog, self.plan)) for r in requests}
-        return requests[: limits.fitting((needed for _, needed in self._needed.values()), self.plan)]
+        return requests[: limits.fitting((self._needed[id(r)][1] for r in requests), self.plan)]
 
     def _check(self, request: Request) -> None:
         super()._check(request)
