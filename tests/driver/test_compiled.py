@@ -16,7 +16,9 @@ from test_numbers import SHORT, spread
 from test_writes import check_cases
 from vlens_cli.cli import render
 from vlens_cli.driver.base import LOGITS, Edit, Request, Want
+from vlens_cli.driver.flow import Flow
 from vlens_cli.driver.graph import limits
+from vlens_cli.driver.graph.programs import Programs, steps
 from vlens_cli.errors import QueryError, UsageError
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
@@ -79,12 +81,39 @@ def test_a_graph_without_hooks_is_not_served(driver, unhooked):
     assert list(got.new_tokens) == unhooked and got.captured[POST].value.abs().min() > 0
 
 
-def test_a_request_that_is_asked_twice_needs_its_room_twice(driver):
-    one = Request(tuple(SHORT), {POST: Want()})
-    assert driver.fits([one], one) and driver.fits([one, one], one)
-    needed, _ = limits.needs(one, driver.catalog, driver.plan)
-    full = [one] * (limits._room(driver.plan)[0] // needed)
-    assert driver.fits(full[1:], one) and not driver.fits(full, one)
+def test_requests_are_in_flight_together_while_there_is_room_and_one_that_is_asked_twice_takes_it_twice(driver, monkeypatch):
+    one = Request(tuple(SHORT), {POST: Want()}, 4)
+    rows, edits = driver.needs(one)
+    monkeypatch.setattr(type(driver), "room", (3 * rows, edits))
+    flow = Flow(driver, lambda: False, lambda: None, lambda: False)
+    together = []
+
+    def step(step=driver.step):
+        together.append(len(flow._flying))
+        return step()
+
+    monkeypatch.setattr(driver, "step", step)
+    assert len(list(flow.run(iter([one] * 7)))) == 7
+    assert max(together) == 3 and together[-1] == 1 and flow._needed == [0, 0]
+
+
+def test_requests_that_are_changed_alike_share_their_programs():
+    memory = torch.zeros(100, dtype=torch.int32)
+    programs, value = Programs(memory), torch.ones(4)
+    steered, other = ({0: [Edit(POST, value=one)]} for one in (value, value.clone()))
+    first, second = (programs.take(steered, {0: (4,)}) for _ in range(2))
+    assert first is second and programs.take(other, {0: (4,)}).start == len(first.words)
+    zeros = [programs.take({0: [Edit(POST, keep=0.0, value=zero)]}, {0: (4,)}) for zero in (0.0, -0.0)]
+    assert zeros[0].start != zeros[1].start
+    programs.give_back(first)
+    assert programs.take(steered, {0: (4,)}) is first
+    for _ in range(2):
+        programs.give_back(first)
+    moved = programs.take({0: [Edit(POST, value=2 * value)]}, {0: (4,)})
+    (step,) = steps(memory, memory.view(torch.float32), moved.start + moved.programs[0][None], (1, 4))
+    assert moved.start == first.start and step.value.eq(2).all()
+    with pytest.raises(LookupError, match=r"edits of 412 bytes do not fit into the 400 "):
+        programs.take({0: [Edit(POST, value=torch.ones(94))]}, {0: (94,)})
 
 
 def test_a_graph_that_does_not_call_the_op_fails_the_query_and_the_engine_lives(driver, monkeypatch):

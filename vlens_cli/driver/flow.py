@@ -6,9 +6,10 @@ a query of thousands of prompts holds no more than one of a few, and ends within
 
 from __future__ import annotations
 
+import operator
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from vlens_cli.driver import boot
@@ -32,7 +33,9 @@ class Flow:
                  waiting: Callable[[], bool]) -> None:
         self._driver = driver
         self._cancelled, self._between, self._waiting = cancelled, between, waiting
-        self._flying: dict[str, tuple[int, Request]] = {}
+        self._flying: dict[str, tuple[int, Request, tuple[int, ...]]] = {}
+        # Of each of the driver's `room`s, what those in flight need.
+        self._needed = [0] * len(driver.room)
         # What the next forwards compute: the rows of prompts that end with their forward; those of prompts that go on and
         # were not read yet; and a row of each request that goes on. What it will generate takes its time whatever else is
         # in flight, and is no reason to leave others out.
@@ -83,25 +86,27 @@ class Flow:
                 self._over = True
             elif request is None:
                 self._draining = True
-            elif self._flying and not self._fits(request):
-                self._next = request
-                return
             else:
-                self._add(request)
+                needs = self._driver.needs(request)
+                if self._flying and not self._fits(request, needs):
+                    self._next = request
+                    return
+                self._add(request, needs)
 
-    def _fits(self, request: Request) -> bool:
+    def _fits(self, request: Request, needs: Sequence[int]) -> bool:
         """Whether a request can run beside those in flight. No prompt is cut in two by what is beside it: a last token that
         is left over is multiplied in another order, and would be other bits in the next run."""
         plan = self._driver.plan
         cut = request.max_new_tokens == 1 and self._rows + len(request.tokens) > plan.chunk
         if cut or self._going_on >= plan.most_requests:
             return False
-        return self._driver.fits([one for _, one in self._flying.values()], request)
+        return all(map(operator.le, map(operator.add, self._needed, needs), self._driver.room))
 
-    def _add(self, request: Request) -> None:
+    def _add(self, request: Request, needs: tuple[int, ...]) -> None:
         key = uuid.uuid4().hex
         self._driver.submit(key, request)
-        self._flying[key] = self._number, request
+        self._flying[key] = self._number, request, needs
+        self._needed = list(map(operator.add, self._needed, needs))
         self._number += 1
         if request.max_new_tokens == 1:
             self._ending += len(request.tokens)
@@ -122,7 +127,8 @@ class Flow:
         self._unread -= read
         self._computed += read + self._going_on
         for key, output in ended.items():
-            number, request = self._flying.pop(key)
+            number, request, needs = self._flying.pop(key)
+            self._needed = list(map(operator.sub, self._needed, needs))
             if request.max_new_tokens == 1:
                 self._ending -= len(request.tokens)
                 self._computed += len(request.tokens)

@@ -26,7 +26,19 @@ class Segment(NamedTuple):
     first: int
 
 
-def step_segments(runner: Any) -> list[Segment]:
+class Layout(NamedTuple):
+    """The rows of one step: those of `requests[n]` are `offsets[n]:offsets[n + 1]`, the first of them at the absolute position
+    `firsts[n]`."""
+
+    requests: list[str]
+    offsets: list[int]
+    firsts: list[int]
+
+    def segments(self) -> list[Segment]:
+        return list(map(Segment, self.requests, self.offsets, self.offsets[1:], self.firsts))
+
+
+def step_layout(runner: Any) -> Layout:
     """Which rows of the running step belong to which request. Called inside a forward.
 
     V1 runner, vLLM 0.26 and 0.32: `input_batch` and `query_start_loc` are final once the inputs are prepared,
@@ -36,13 +48,13 @@ def step_segments(runner: Any) -> list[Segment]:
     requests = list(batch.req_ids)
     offsets = runner.query_start_loc.np[: len(requests) + 1].tolist()
     firsts = batch.num_computed_tokens_cpu[: len(requests)].tolist()
-    return [Segment(r, offsets[n], offsets[n + 1], firsts[n]) for n, r in enumerate(requests)]
+    return Layout(requests, offsets, firsts)
 
 
-def on_layout(runner: Any, planned: Callable[[list[Segment]], None]) -> None:
+def on_layout(runner: Any, planned: Callable[[Layout], None]) -> None:
     """Call `planned` with the rows of every step, once they are laid out and before its forward.
 
-    V1 runner, vLLM 0.26 and 0.32: `_prepare_inputs` ends with what `step_segments` reads. V2 runner: `prepare_inputs`
+    V1 runner, vLLM 0.26 and 0.32: `_prepare_inputs` ends with what `step_layout` reads. V2 runner: `prepare_inputs`
     returns the batch, in an order of its own (by scheduled tokens).
     """
     if is_v2(runner):
@@ -52,7 +64,7 @@ def on_layout(runner: Any, planned: Callable[[list[Segment]], None]) -> None:
             batch = prepare(*args, **kwargs)
             offsets = batch.query_start_loc_np[: batch.num_reqs + 1].tolist()
             firsts = batch.num_computed_tokens_np[: batch.num_reqs].tolist()
-            planned([Segment(r, offsets[n], offsets[n + 1], firsts[n]) for n, r in enumerate(batch.req_ids)])
+            planned(Layout(list(batch.req_ids), offsets, firsts))
             return batch
 
         runner.prepare_inputs = laid_out
@@ -61,7 +73,7 @@ def on_layout(runner: Any, planned: Callable[[list[Segment]], None]) -> None:
 
     def prepared(*args: Any, **kwargs: Any) -> Any:
         out = prepare(*args, **kwargs)
-        planned(step_segments(runner))
+        planned(step_layout(runner))
         return out
 
     runner._prepare_inputs = prepared

@@ -424,9 +424,12 @@ class VLLMDriver(Engine):
                              code="wrong_width")
 
 
-    def fits(self, in_flight: Sequence[Request], request: Request) -> bool:
-        """Whether a request can run beside others."""
-        return True
+    # Bytes of what requests in flight share, besides keys and values.
+    room: tuple[int, ...] = ()
+
+    def needs(self, request: Request) -> tuple[int, ...]:
+        """What a request takes of each `room` at most."""
+        return ()
 
 
 def _check_formed(edit: Edit, last: int, kept: Want | None) -> None:

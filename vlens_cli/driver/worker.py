@@ -79,7 +79,7 @@ class LensWorker(EngineWorker):
         self._locator = Locator(model, catalog, self._ranks)
         points, self._refused = self._locator.points()
         self._v2 = internals.is_v2(self.model_runner)
-        self._segments: list[internals.Segment] = []
+        self._layout = internals.Layout([], [0], [])
         asked = self.vllm_config.additional_config.get("vlens")
         self._graph = asked is not None
         self._unembedding = Unembedding(model, self._locator)
@@ -89,7 +89,7 @@ class LensWorker(EngineWorker):
             self._taps: Taps = GraphTaps(points, asked["built"], logits, self.device, self._most_tokens(), asked["buffer"])
             internals.on_layout(self.model_runner, self._taps.planned)
         else:
-            rows = self._laid_out if self._v2 else lambda: internals.step_segments(self.model_runner)
+            rows = self._laid_out if self._v2 else lambda: internals.step_layout(self.model_runner).segments()
             self._taps = Taps(rows, points, logits, self.device)
             if self._v2:
                 internals.on_layout(self.model_runner, self._lay_out)
@@ -136,11 +136,11 @@ class LensWorker(EngineWorker):
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or [0]
         return max(self.vllm_config.scheduler_config.max_num_batched_tokens, *sizes)
 
-    def _lay_out(self, segments: list[internals.Segment]) -> None:
-        self._segments = segments
+    def _lay_out(self, layout: internals.Layout) -> None:
+        self._layout = layout
 
     def _laid_out(self) -> list[internals.Segment]:
-        return self._segments
+        return self._layout.segments()
 
     def vlens_edit(self, key: str, edits: tuple[Edit, ...]) -> None:
         """What to change in the request `key`, which has not begun."""

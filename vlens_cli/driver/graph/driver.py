@@ -27,18 +27,13 @@ class CompiledDriver(VLLMDriver):
     """Its points are those of `plan.built`, what is rebuilt from them, and the logits where the final norm's output is
     among them; every other is refused."""
 
-    def __init__(self, spec: EngineSpec, plan: boot.Plan, catalog: Catalog) -> None:
-        self._needed: dict[int, tuple[Request, tuple[int, int]]] = {}
-        super().__init__(spec, plan, catalog)
+    @property
+    def room(self) -> tuple[int, int]:
+        """Bytes for captured rows of one step, and for edits."""
+        return limits.room(self.plan)
 
-    def fits(self, in_flight: Sequence[Request], request: Request) -> bool:
-        return len(self._fitting([*in_flight, request])) > len(in_flight)
-
-    def _fitting(self, requests: Sequence[Request]) -> Sequence[Request]:
-        # Asked for each request that is added to those in flight, whose needs are known. A request is held with them: its
-        # id is nobody else's.
-        self._needed = {id(r): self._needed.get(id(r)) or (r, limits.needs(r, self.catalog, self.plan)) for r in requests}
-        return requests[: limits.fitting((self._needed[id(r)][1] for r in requests), self.plan)]
+    def needs(self, request: Request) -> tuple[int, int]:
+        return limits.needs(request, self.catalog, self.plan)
 
     def _check(self, request: Request) -> None:
         super()._check(request)
@@ -67,7 +62,8 @@ class CompiledDriver(VLLMDriver):
         proved = set()
         edits = [self._noise(name) for name, why in editable.items() if not why]
         while edits:
-            requests = self._fitting([Request(self._proof_tokens(), edits=(edit,)) for edit in edits])
+            requests = [Request(self._proof_tokens(), edits=(edit,)) for edit in edits]
+            requests = requests[: limits.fitting(map(self.needs, requests), self.plan)]
             proved |= self._obeyed(requests)
             edits = edits[len(requests) :]
         self._call("vlens_graph_samples", False)

@@ -90,9 +90,11 @@ def run(tables: Tables, site: int, x: torch.Tensor, residual: torch.Tensor | Non
         raise RuntimeError(f"{at.name}: the engine's tensor is not contiguous along a row")
     block = triton.next_power_of_2(at.width)
     second = x if residual is None else residual
+    if at.columns:
+        x, second = x[:, at.columns :], second[:, at.columns :]
+    where, what, rows, counts = tables.of(site, x.dtype)
     _tap[(len(x), at.segments)](
-        x[:, at.columns :], second[:, at.columns :], x.stride(0), second.stride(0), tables.table[site, 0],
-        tables.table[site, 1], tables.words, tables.floats, tables.rows.view(x.dtype), tables.counts[site], at.factor,
+        x, second, x.stride(0), second.stride(0), where, what, tables.words, tables.floats, rows, counts, at.factor,
         SEGMENTS=at.segments, WIDTH=at.width, BLOCK=block, PAIR=residual is not None, RAW=at.raw, SCALED=at.factor != 1,
         PER_GRANULE=GRANULE // x.element_size(), num_warps=8 if block >= 4096 else 4 if block >= 512 else 1,
     )

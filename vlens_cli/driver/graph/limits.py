@@ -95,7 +95,7 @@ def needs(request: Request, catalog: Catalog, plan: Plan) -> tuple[int, int]:
 
 def fitting(needed: Iterable[tuple[int, int]], plan: Plan) -> int:
     """How many of the first requests, by their `needs`, can be in flight together, one at least."""
-    rows, edits = _room(plan)
+    rows, edits = room(plan)
     n = 0
     for n, (of_rows, of_edits) in enumerate(needed, 1):
         rows, edits = rows - of_rows, edits - of_edits
@@ -106,16 +106,15 @@ def fitting(needed: Iterable[tuple[int, int]], plan: Plan) -> int:
 
 def check(request: Request, catalog: Catalog, plan: Plan) -> None:
     """Raises UsageError, with both numbers, for a request that does not fit alone."""
-    needed_of, room_of = needs(request, catalog, plan), _room(plan)
-    for what, needed, room in zip(("captures in one forward", "edits"), needed_of, room_of, strict=True):
-        if needed > room:
+    for what, needed, there in zip(("captures in one forward", "edits"), needs(request, catalog, plan), room(plan), strict=True):
+        if needed > there:
             raise UsageError(
-                f"{what} of {_mib(needed)} do not fit into the {_mib(room)} that this compiled engine keeps for them",
-                code="buffer_too_small", hint=f"--compile-buffer {-(-needed * (plan.buffer >> 20) // room)} is enough; or ask "
+                f"{what} of {_mib(needed)} do not fit into the {_mib(there)} that this compiled engine keeps for them",
+                code="buffer_too_small", hint=f"--compile-buffer {-(-needed * (plan.buffer >> 20) // there)} is enough; or ask "
                 "for fewer hooks or positions, or of an eager engine, without --compile")
 
 
-def _room(plan: Plan) -> tuple[int, int]:
+def room(plan: Plan) -> tuple[int, int]:
     """Bytes for (captured rows of one step, edits)."""
     edits = plan.buffer // PROGRAM_SHARE
     return (plan.buffer - edits) // GRANULE * GRANULE, edits

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -68,14 +68,17 @@ def steps(words: torch.Tensor, floats: torch.Tensor, program: int, shape: tuple[
 
 @dataclass
 class Block:
-    """The words of one request's edits: `programs` has for each site the program of each position named by an edit, and
-    under None that of every other; addresses are relative to the block's start until `at` moves them."""
+    """The words of a request's edits: `programs` has for each site the program of each position named by an edit, and
+    under None that of every other; addresses are relative to the block's start until `at` moves them. `users` counts the
+    requests that they serve."""
 
     words: torch.Tensor
     programs: dict[int, dict[int | None, int]]
     # Places in `words` that hold addresses.
     moved: list[int] = field(default_factory=list)
     start: int = 0
+    users: int = 0
+    key: tuple = ()
 
     def at(self, start: int) -> torch.Tensor:
         """The words for a block that begins at `start`."""
@@ -90,6 +93,75 @@ def block(edits: dict[int, Sequence[Edit]], shapes: dict[int, tuple[int, ...]]) 
     writer = _Writer()
     programs = {site: writer.site(of, shapes[site]) for site, of in edits.items()}
     return Block(writer.words(), programs, writer.moved)
+
+
+class Words:
+    """What is free of a memory of `count` words; the first that fits is taken."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = [(0, count)]
+
+    def take(self, count: int) -> int | None:
+        """Where a block of `count` words begins; None where there is no room."""
+        for n, (start, size) in enumerate(self._free):
+            if size >= count:
+                self._free[n : n + 1] = [(start + count, size - count)] if size > count else []
+                return start
+        return None
+
+    def give_back(self, start: int, count: int) -> None:
+        merged: list[tuple[int, int]] = []
+        for begin, size in sorted([*self._free, (start, count)]):
+            if merged and merged[-1][0] + merged[-1][1] == begin:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            else:
+                merged.append((begin, size))
+        self._free = merged
+
+
+class Programs:
+    """The blocks of live requests in the device's memory; requests that are changed alike share one."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self.clear()
+
+    def clear(self) -> None:
+        self._room = Words(len(self._memory))
+        # A block's edits are kept with it: the tensors that its key names by their ids are nobody else's.
+        self._blocks: dict[tuple, tuple[Block, list[Sequence[Edit]]]] = {}
+
+    def take(self, edits: dict[int, Sequence[Edit]], shapes: dict[int, tuple[int, ...]]) -> Block:
+        """The block of the edits of one more request, as `block` takes them. Raises LookupError where there is no room."""
+        key = tuple((site, _identity(edit)) for site, of in edits.items() for edit in of)
+        if key not in self._blocks:
+            self._blocks[key] = self._put(block(edits, shapes)), list(edits.values())
+        found, _ = self._blocks[key]
+        found.users, found.key = found.users + 1, key
+        return found
+
+    def _put(self, new: Block) -> Block:
+        start = self._room.take(len(new.words))
+        if start is None:
+            raise LookupError(f"edits of {4 * len(new.words)} bytes do not fit into the {4 * self._room.count} that the engine "
+                              "keeps for them beside those of other requests")
+        self._memory[start : start + len(new.words)].copy_(new.at(start))
+        return new
+
+    def give_back(self, block: Block) -> None:
+        """One request less."""
+        block.users -= 1
+        if not block.users:
+            self._room.give_back(block.start, len(block.words))
+            del self._blocks[block.key]
+
+
+def _identity(edit: Edit) -> tuple:
+    """Equal for edits that change a row alike, as far as that can be told without looking into tensors."""
+    parts = (getattr(edit, one.name) for one in fields(edit))
+    # By their texts: minus zero is not zero.
+    return tuple(id(part) if isinstance(part, torch.Tensor) else repr(part) for part in parts)
 
 
 class _Writer:
@@ -170,13 +242,16 @@ class _EditRows:
 
     def _spread(self, part: torch.Tensor) -> torch.Tensor:
         """What is given for the selected heads and dims, as a whole row, zero elsewhere."""
+        part = part.to("cpu", torch.float32)
+        if self._edit.heads is None and self._edit.dims is None:
+            return part.expand(self._shape)
         row = torch.zeros(self._shape)
         chosen = [torch.arange(n) for n in self._shape]
         if self._edit.heads is not None:
             chosen[0] = torch.tensor(self._edit.heads)
         if self._edit.dims is not None:
             chosen[-1] = torch.tensor(self._edit.dims)
-        row[torch.meshgrid(*chosen, indexing="ij")] = part.to("cpu", torch.float32).expand([len(c) for c in chosen])
+        row[torch.meshgrid(*chosen, indexing="ij")] = part.expand([len(c) for c in chosen])
         return row
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from vlens_cli.driver.graph.limits import GRANULE, PROGRAM_SHARE
+from vlens_cli.driver.graph.programs import Programs
 
 WORD = 4
 
@@ -47,31 +48,6 @@ class Site:
         return self.segments * self.width * (2 if self.raw and self.pair else 1)
 
 
-class Words:
-    """Blocks of the programs' memory: first fit among what is free."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._free = [(0, count)]
-
-    def take(self, count: int) -> int | None:
-        """Where a block of `count` words begins; None where there is no room."""
-        for n, (start, size) in enumerate(self._free):
-            if size >= count:
-                self._free[n : n + 1] = [(start + count, size - count)] if size > count else []
-                return start
-        return None
-
-    def give_back(self, start: int, count: int) -> None:
-        merged: list[tuple[int, int]] = []
-        for begin, size in sorted([*self._free, (start, count)]):
-            if merged and merged[-1][0] + merged[-1][1] == begin:
-                merged[-1] = (merged[-1][0], merged[-1][1] + size)
-            else:
-                merged.append((begin, size))
-        self._free = merged
-
-
 class Tables:
     """The memory of one worker, and the op's two bodies over it."""
 
@@ -86,7 +62,7 @@ class Tables:
         self.host = torch.full_like(self.table, -1, device="cpu").numpy()
         self.words = torch.zeros(n_bytes // PROGRAM_SHARE // WORD, dtype=torch.int32, device=device)
         self.floats = self.words.view(torch.float32)
-        self.blocks = Words(len(self.words))
+        self.programs = Programs(self.words)
         granules = (n_bytes - n_bytes // PROGRAM_SHARE) // GRANULE
         self.rows = torch.zeros(granules * GRANULE, dtype=torch.uint8, device=device)
         self.granules = granules
@@ -94,15 +70,19 @@ class Tables:
         self.counts = torch.zeros(len(sites), 4, dtype=torch.int32, device=device)[:, :2]
         # Learned when the engine warms up: what each site is called with.
         self.dtypes: list[torch.dtype | None] = [None] * len(sites)
+        self._of: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}
+        # The sites that the tables say something about, within a step that they were filled for. Elsewhere, as when graphs
+        # are captured, None: all.
+        self.busy: set[int] | None = None
         self.pairs = [False] * len(sites)
         if on_gpu:
             from vlens_cli.driver.graph import kernel
 
-            self._run = kernel.run
+            self._run, self._capturing = kernel.run, torch.cuda.is_current_stream_capturing
         else:
             from vlens_cli.driver.graph import host
 
-            self._run = host.run
+            self._run, self._capturing = host.run, bool
 
     @property
     def n_bytes(self) -> int:
@@ -116,7 +96,16 @@ class Tables:
         if len(x) > self.n_tokens:
             raise RuntimeError(f"a step of {len(x)} tokens is longer than the tables: {self.n_tokens}")
         self.dtypes[site], self.pairs[site] = x.dtype, residual is not None
-        self._run(self, site, x, residual)
+        # Of a long prompt's forward, which is no graph's, a launch for nothing would be the most of what this costs.
+        if self.busy is None or site in self.busy or self._capturing():
+            self._run(self, site, x, residual)
+
+    def of(self, site: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """(where, what, rows, counts) of a site, whose rows are of a dtype. Views made once: capturing graphs calls the op
+        thousands of times."""
+        if (site, dtype) not in self._of:
+            self._of[site, dtype] = *self.table[site], self.rows.view(dtype), self.counts[site]
+        return self._of[site, dtype]
 
     def upload(self, sites: range) -> None:
         """Bring the host's rows of some sites to the device, in the order of the stream."""
@@ -144,7 +133,8 @@ class Tables:
         self.host[:] = -1
         self.table.fill_(-1)
         self.counts.zero_()
-        self.blocks = Words(len(self.words))
+        self.programs.clear()
+        self.busy = None
 
 
 class _Staging:

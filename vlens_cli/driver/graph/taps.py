@@ -53,19 +53,23 @@ class Copied:
 
 @dataclass
 class Steps:
-    """Steps that the tables serve alike, one after the other, as in decoding: `live` and `plan` are those of the first, `rows`
-    what was copied in each. What they gave is handed out once, not once a step and request."""
+    """Steps that the tables serve alike, one after the other, as in decoding: `layout`, `live` and `plan` are those of the
+    first, `rows` what was copied in each. What they gave is handed out once, not once a step and request."""
 
+    layout: internals.Layout
     live: list[tuple[GraphRecord, internals.Segment]]
     plan: list[Copied]
     rows: list[list[torch.Tensor]] = field(default_factory=list)
 
-    def goes_on(self, live: list[tuple[GraphRecord, internals.Segment]]) -> bool:
-        """Whether a step of `live` is the next of these: every request has one row, where it was, a position later."""
+    def __post_init__(self) -> None:
+        # One row each, and nothing names a later one.
+        self._alike = all(s.stop == s.start + 1 and s.first >= record.settled for record, s in self.live)
+
+    def goes_on(self, layout: internals.Layout) -> bool:
+        """Whether a step is the next of these: every request has one row, where it was, a position later."""
         n = len(self.rows)
-        return len(live) == len(self.live) and all(
-            record is was and s.start == first.start and s.stop == s.start + 1 == first.stop and s.first == first.first + n
-            and first.first >= record.settled for (was, first), (record, s) in zip(self.live, live, strict=True))
+        return (self._alike and layout.requests == self.layout.requests and layout.offsets == self.layout.offsets
+                and layout.firsts == [first + n for first in self.layout.firsts])
 
 
 class GraphTaps(Taps):
@@ -76,16 +80,19 @@ class GraphTaps(Taps):
         self.located = points
         names = [name for name in points if name in built]
         self._numbers = {name: n for n, name in enumerate(names)}
-        super().__init__(list, self._served(points), logits, device)
+        super().__init__(lambda: self._layout.segments(), self._served(points), logits, device)
         self.tables = Tables([_site(points[name]) for name in names], n_tokens, n_bytes, device)
         self.sampled: dict[str, list[torch.Tensor]] = {}
         self.sampling: tuple[Any, ...] = ()
         self._samples: torch.utils.hooks.RemovableHandle | None = None
+        self._layout = internals.Layout([], [0], [])
         self._steps: Steps | None = None
         self._planned = False
-        self._dirty = range(0)
-        # What the op's own counts must be.
+        # The sites that the tables say something about.
+        self._busy: set[int] = set()
+        # What the op's own counts must be, and what is wrong with them, once looked at after the last step.
         self._expected = [[0, 0] for _ in names]
+        self._counted: str | None = ""
         for name, site in self._numbers.items():
             _build_in(points[name], site)
 
@@ -130,17 +137,11 @@ class GraphTaps(Taps):
         """Put the programs of a request into the device's memory."""
         if not edits:
             return
-        shapes = {self._numbers[name]: self.points[name].shape for name in record.edits if name != LOGITS}
-        block = programs.block(programs.sites_of(edits, self._numbers), shapes)
         each = max((len(part) for e in edits if e.positions is None for part in (e.keep, e.value)
                     if isinstance(part, torch.Tensor) and part.ndim > len(self.points[e.name].shape)), default=0)
         record.settled = max(record.settled, each)
-        start = self.tables.blocks.take(len(block.words))
-        if start is None:
-            raise LookupError(f"edits of {4 * len(block.words)} bytes do not fit into the {4 * self.tables.blocks.count} that "
-                              "the engine keeps for them beside those of other requests")
-        self.tables.words[start : start + len(block.words)].copy_(block.at(start))
-        record.block = block
+        shapes = {self._numbers[name]: self.points[name].shape for name in record.edits if name != LOGITS}
+        record.block = self.tables.programs.take(programs.sites_of(edits, self._numbers), shapes)
 
     def take(self, key: str) -> Record:
         request = next((r for r, record in self._records.items() if record.key == key), None)
@@ -164,14 +165,21 @@ class GraphTaps(Taps):
 
     def _release(self, record: GraphRecord) -> None:
         if record.block is not None:
-            self.tables.blocks.give_back(record.block.start, len(record.block.words))
+            self.tables.programs.give_back(record.block)
 
     def _check_counts(self, record: GraphRecord) -> None:
         """The op counts the rows that it served, in 32 bits: a graph that does not call it gives rows of nothing."""
+        if self._counted is None:
+            self._counted = self._miscounted()
+        if self._counted:
+            record.fault = LookupError(self._counted)
+
+    def _miscounted(self) -> str:
         for site, (got, want) in enumerate(zip(self.tables.counts.tolist(), self._expected, strict=True)):
             if any((g - w) % 2**32 for g, w in zip(got, want, strict=True)):
-                record.fault = LookupError(f"the graph served {got[0]} rows and {got[1]} edited rows of "
-                                           f"{self.tables.sites[site].name} where {want[0]} and {want[1]} were asked")
+                return (f"the graph served {got[0]} rows and {got[1]} edited rows of {self.tables.sites[site].name} where "
+                        f"{want[0]} and {want[1]} were asked")
+        return ""
 
     def _pieces(self, record: GraphRecord, site: int, point: Point, want: Want
                 ) -> list[tuple[Sequence[int], torch.Tensor]]:
@@ -188,10 +196,10 @@ class GraphTaps(Taps):
 
     def drop_all(self) -> None:
         super().drop_all()
-        self._steps, self._planned = None, False
+        self._steps, self._planned, self._counted = None, False, ""
         self._expected = [[0, 0] for _ in self._expected]
         self.tables.clear()
-        self._dirty = range(0)
+        self._busy = set()
 
     def held(self) -> dict[str, int]:
         return {"requests": len(self._records), "hooks": len(self._handles)}
@@ -221,28 +229,28 @@ class GraphTaps(Taps):
 
     def begin_step(self) -> None:
         super().begin_step()
-        self._planned = False
+        self._planned, self.tables.busy = False, None
 
-    def planned(self, segments: list[internals.Segment]) -> None:
+    def planned(self, layout: internals.Layout) -> None:
         """The engine has laid out the rows of a step that is about to run: fill the tables for it, unless it goes on from
         those before."""
-        self._step = {segment.request: segment for segment in segments}
-        live = [(record, s) for s in segments if (record := self._records.get(s.request)) is not None]
-        if self._steps is None or not self._steps.goes_on(live):
+        self._layout = layout
+        if self._steps is None or not self._steps.goes_on(layout):
             self._hand_out()
-            self._steps = Steps(live, self._fill(live))
-        self._planned = True
+            live = [(record, s) for s in layout.segments()
+                    if (record := self._records.get(s.request)) is not None and record.fault is None]
+            self._steps = Steps(layout, live, self._fill(live))
+        self._planned, self.tables.busy = True, self._busy
 
     def _fill(self, live: list[tuple[GraphRecord, internals.Segment]]) -> list[Copied]:
-        host, used, at, plan = self.tables.host, set(self._dirty), 0, []
-        for site in self._dirty:
+        host, used, before, at, plan = self.tables.host, set(), self._busy, 0, []
+        for site in before:
             host[site] = -1
         asked: dict[int, list[tuple[GraphRecord, internals.Segment]]] = {}
         for record, segment in live:
-            if record.fault is None:
-                used |= self._place_edits(record, segment)
-                for site in record.watched:
-                    asked.setdefault(site, []).append((record, segment))
+            used |= self._place_edits(record, segment)
+            for site in record.watched:
+                asked.setdefault(site, []).append((record, segment))
         changed = {site for site in used if (host[site, 1] >= 0).any()}
         for site, of in sorted(asked.items()):
             copied = self._place_copies(site, of, at)
@@ -250,10 +258,9 @@ class GraphTaps(Taps):
                 at += copied.count * self.tables.row_granules(site)
                 plan.append(copied)
                 changed.add(site)
-        touched = changed | set(self._dirty)
-        if touched:
+        if touched := changed | before:
             self.tables.upload(range(min(touched), max(touched) + 1))
-        self._dirty = range(min(changed), max(changed) + 1) if changed else range(0)
+        self._busy = changed
         return plan
 
     def _place_edits(self, record: GraphRecord, segment: internals.Segment) -> set[int]:
@@ -292,7 +299,7 @@ class GraphTaps(Taps):
         return copied
 
     def end_step(self, scheduled: dict[str, int]) -> None:
-        super().end_step(scheduled)
+        self._running, self.tables.busy = False, None
         if self._planned:
             self._steps.rows.append([self.tables.copied(of.site, of.start, of.count).clone() for of in self._steps.plan])
             self._planned = False
@@ -302,7 +309,7 @@ class GraphTaps(Taps):
         steps, self._steps = self._steps, None
         if steps is None or not steps.rows:
             return
-        n = len(steps.rows)
+        n, self._counted = len(steps.rows), None
         for of, rows in zip(steps.plan, zip(*steps.rows, strict=True), strict=True):
             self._expected[of.site][0] += n * of.count
             together = torch.stack(rows) if n > 1 else rows[0]
@@ -313,7 +320,8 @@ class GraphTaps(Taps):
                     given = positions, together[start : start + len(positions)]
                 record.taken.setdefault(of.site, []).append(given)
         for record, segment in steps.live:
-            if record.fault is None and record.block is not None:
+            record.chunks += n
+            if record.block is not None:
                 self._count_edits(record, segment, n)
 
     def _count_edits(self, record: GraphRecord, segment: internals.Segment, steps: int) -> None:
