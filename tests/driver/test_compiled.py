@@ -97,6 +97,26 @@ def test_requests_are_in_flight_together_while_there_is_room_and_one_that_is_ask
     assert max(together) == 3 and together[-1] == 1 and flow._needed == [0, 0]
 
 
+def test_an_engine_step_of_nothing_does_not_begin_one(driver, monkeypatch):
+    """vLLM's V2 runner forms logits in `sample_tokens`, which nobody calls after a step without rows: its last, if steps are
+    scheduled ahead."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    request = Request(tuple(SHORT), {LOGITS: Want()}, 2, (Edit(LOGITS, (9, 10), value=2.0),))
+    before = driver.run([request, request])
+    worker = worker_of(driver)
+    monkeypatch.setattr(worker, "_v2", True)
+
+    def step(step=driver.step):
+        found = step()
+        worker.execute_model(SchedulerOutput.make_empty())
+        return found
+
+    monkeypatch.setattr(driver, "step", step)
+    for was, now in zip(before, driver.run([request, request]), strict=True):
+        assert torch.equal(was.captured[LOGITS].value, now.captured[LOGITS].value)
+
+
 def test_requests_that_are_changed_alike_share_their_programs():
     memory = torch.zeros(100, dtype=torch.int32)
     programs, value = Programs(memory), torch.ones(4)

@@ -104,7 +104,8 @@ class LensWorker(EngineWorker):
                 slot = self._slots.pop(asked["key"], None)
                 wants = slot.wants if slot else {name: Want.from_json(want) for name, want in asked["capture"].items()}
                 self._taps.open(new.req_id, asked["key"], wants, self._edits.pop(asked["key"], ()), slot)
-        self._taps.begin_step()
+        if scheduler_output.total_num_scheduled_tokens:
+            self._taps.begin_step()
         with self._visited():
             out = super().execute_model(scheduler_output, *args, **kwargs)
         self._scheduled = scheduler_output.num_scheduled_tokens
