@@ -19,7 +19,7 @@ from vlens_cli.families import TOKEN_AXES, Catalog, Row
 # Axes that tensor parallelism spreads over the ranks.
 SPREAD_AXES = ("head", "kv_head", "d_mlp", "d_shared")
 # Sublayer -> the linear layer that its output comes from.
-PROJECTIONS = {"attn": "o", "mlp": "down"}
+PROJECTIONS = {"attn": "o", "mlp": "down", "shared": "shared_down"}
 ELSEWHERE = "another pipeline stage has this layer"
 
 # Roles that points are rebuilt with, and what tells (LookupError) that a live module cannot be used so.
@@ -202,7 +202,7 @@ class Locator:
             raw_width=self.catalog.dims.n_experts if row.derive.startswith("expert") else self.catalog.dims.d_model,
             ranks=self.ranks, spread=self.ranks.tp > 1 and not row.of and (
                 row.spread or not set(SPREAD_AXES).isdisjoint(row.axes)),
-            addend=self.ranks.tp > 1 and (row.addend or self._is_unreduced(row, layer)),
+            addend=self.ranks.tp > 1 and self._is_unreduced(row, layer),
             replicas=self._replicas if "kv_head" in row.axes else 1,
             kv_group=max(1, self.catalog.dims.n_heads // self.catalog.dims.n_kv_heads),
         )

@@ -34,8 +34,8 @@ A family file holds
                 `interleaved`; `derive` names a formula over what is read, `factor` (a config key or "sqrt(d_model)")
                 and `helper` (a role) are what it needs besides; `absent` is the reason where a layer lacks the module;
                 `before` places a row, added or moved, in the order of the forward; `otherwise` is the role that is read, whole,
-                where the tree has none of the first; `addend` says that each tensor-parallel rank has one of a sum,
-                `spread` that each has a part of what the value is formed of, where no axis says so
+                where the tree has none of the first; `spread` says that each tensor-parallel rank has a part of what the
+                value is formed of, where no axis says so
     [aliases]   other name -> canonical name
     [refused]   name -> the reason it is not given; takes away a row or alias of that name that `like` brought
 
@@ -97,7 +97,6 @@ class Row(NamedTuple):
     interleaved  each head has all parts of a split, one after the other
     absent   why a layer has no such point, where the module may be missing
     otherwise  role that is read, whole, where the live tree has no module of the first
-    addend   each tensor-parallel rank has one addend of the value
     spread   each tensor-parallel rank has a part of what the value is formed of
     """
 
@@ -115,7 +114,6 @@ class Row(NamedTuple):
     helper: str = ""
     absent: str = ""
     otherwise: str = ""
-    addend: bool = False
     spread: bool = False
     of: tuple[str, ...] = ()
 
@@ -466,7 +464,7 @@ def _row(family: str, entry: dict[str, Any], fields: dict[str, Any]) -> Row:
         meaning=entry["meaning"],
         split=tuple(entry.get("split", ())),
         of=tuple(of),
-        **{name: entry[name] for name in ("part", "derive", "interleaved", "factor", "helper", "absent", "otherwise", "addend", "spread") if name in entry},
+        **{name: entry[name] for name in ("part", "derive", "interleaved", "factor", "helper", "absent", "otherwise", "spread") if name in entry},
     )
 
 
