@@ -16,6 +16,8 @@ A foreign exception becomes one of these once, at the seam where the foreign lib
 
 from __future__ import annotations
 
+import signal
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -25,6 +27,11 @@ EXIT_INTERRUPTED = 130
 
 LOG_HINT = "`vlens engine log` shows what the engine said; with --no-daemon, VLENS_LOG=1 does"
 INSTALL_HINT = "pip install 'vlens_cli[cpu]' for this machine's processor, or 'vlens_cli[cuda]' for NVIDIA GPUs"
+
+
+def how_ended(code: int) -> str:
+    """How a process ended, by its exit code as Python gives it: below 0 a signal."""
+    return f"killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
 
 
 class VlensError(Exception):

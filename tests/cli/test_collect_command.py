@@ -119,8 +119,11 @@ def test_a_folder_without_room_for_the_prompts_is_named(shell, hook, monkeypatch
 def test_what_a_dead_engine_left_is_taken_away(shell, hook):
     (shell.folder / "out").mkdir()
     done = collected(shell, "--hook", hook, "hello", "-o", "out/", mode="died")
-    assert done.returncode == 1 and "hint: --resume" in done.stderr
+    assert done.returncode == 1 and "hint: no shard was finished" in done.stderr
     assert not os.listdir(shell.folder / "out")
+    (shell.folder / "out" / "capture-00001-of-00002.safetensors").write_text("whole")
+    done = collected(shell, "--hook", hook, "hello", "-o", "out/", mode="died")
+    assert done.returncode == 1 and "hint: 1 shard finished: --resume goes on" in done.stderr
 
 
 def test_a_data_set(shell, hook, monkeypatch):

@@ -127,6 +127,12 @@ def test_a_command_line_that_does_not_parse(shell, args, message, hint):
     assert last.startswith("hint: ") and hint in last
 
 
+@pytest.mark.parametrize(("option", "kind"), [("--tp", "integer"), ("--timeout", "number")])
+def test_what_a_range_takes_is_said(shell, option, kind):
+    done = shell.real("capture", "--hook", "hook_embed", option, "x", "hello")
+    assert done.stderr.startswith(f"error: invalid value for '{option}': 'x' is not a valid {kind}\n")
+
+
 @pytest.mark.parametrize(
     ("args", "code", "exit_code"),
     [

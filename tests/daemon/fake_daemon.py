@@ -4,6 +4,8 @@ The fake session obeys the real one's interface and does what a prompt says, so 
 is slow, fails or dies:
 
     sleep S        works S seconds: asks every 50 ms whether its asker has left, lets small queries in every 0.2 s
+    deaf S         works S seconds, and does not ask whether its asker has left
+    ranks end      works until it is broken off, and has lost its workers then
     file N         writes N bytes of `pattern` into the asker's file; `file N crash` dies in the middle
     large N        a reply of N characters
     crash S        the process dies, at once or after S seconds
@@ -121,6 +123,10 @@ class FakeSession:
         word, *more = text.split()
         if word == "sleep":
             self._sleep(float(more[0]))
+        elif word == "deaf":
+            time.sleep(float(more[0]))
+        elif word == "ranks":
+            self._lose_ranks()
         elif word == "crash":
             time.sleep(float(more[0]) if more else 0)
             os._exit(9)
@@ -143,6 +149,12 @@ class FakeSession:
             into.flush()
             os._exit(9)
         into.write(data[half:])
+
+    def _lose_ranks(self) -> None:
+        while not self._cancelled():
+            time.sleep(0.05)
+        self.died = True
+        raise QueryError("a worker process of the engine has ended", code="worker_died")
 
     def _sleep(self, seconds: float) -> None:
         """Work: the time that small queries take in between is not counted as this one's own."""

@@ -12,8 +12,12 @@ import pytest
 from daemon_tools import ROOT, finish, make_model, wait_for
 from fake_daemon import WEIGHTS
 
+from vlens_cli.daemon import launch, runtime
+
 HOOKS = [f"blocks.{layer}.{point}" for layer in range(4) for point in
          ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_mid", "hook_resid_post")]
+
+STOPPED = "error: the engine was stopped during the query\n\nhint: the next command starts a new one\n"
 
 
 def twenty_at_once(vlens, name: str, **env: str) -> set[int]:
@@ -344,12 +348,51 @@ def test_stop_breaks_off_the_running_query_and_its_asker_is_told(vlens):
     vlens.in_state("busy")
     time.sleep(0.5)
     stopped = vlens.run("engine", "stop")
-    assert stopped.err == f"stopped 1 engine: pid {vlens.started[0]['pid']}\n"
+    assert stopped.err.endswith(f"stopped 1 engine: pid {vlens.started[0]['pid']}\n")
     assert vlens.alive() == []
     done = finish(client)
     assert (done.code, done.out) == (1, "")
-    assert done.err.startswith("error: the engine ended during the query"), done.err
+    assert done.err == STOPPED
     assert vlens.capture().answer == vlens.right("hello")
+
+
+def test_a_query_whose_ranks_were_told_to_end_with_their_engine_says_that_it_was_stopped(vlens):
+    client = vlens.capturing("ranks end")
+    vlens.in_state("busy")
+    time.sleep(0.5)
+    vlens.run("engine", "stop")
+    done = finish(client)
+    assert (done.code, done.out, done.err) == (1, "", STOPPED)
+
+
+def test_stop_of_an_engine_that_starts_does_not_wait_for_it(vlens):
+    client = vlens.capturing("hello", FAKE_STARTING="30")
+    wait_for(lambda: vlens.engines() and vlens.engines()[0]["doing"])
+    began = time.monotonic()
+    stopped = vlens.run("engine", "stop")
+    # Less than what a query is given to end by itself, and the start takes.
+    assert time.monotonic() - began < launch.STOP_PATIENCE
+    assert vlens.alive() == []
+    assert stopped.err.endswith(f"stopped 1 engine: pid {vlens.started[0]['pid']}\n")
+    done = finish(client)
+    assert (done.code, done.out, done.err) == (1, "", STOPPED)
+
+
+def test_stop_says_what_it_waits_for(vlens, monkeypatch):
+    monkeypatch.setattr(launch, "BREAK_OFF_PATIENCE", 1.5)
+    client = vlens.capturing("deaf 20")
+    vlens.in_state("busy")
+    (home,), said = vlens.homes(), []
+    assert launch.stop(home, said.append, break_off=True) == vlens.started[0]["pid"]
+    assert said == [f"note: waiting for the engine to end: pid {vlens.started[0]['pid']}, capture of 1 hook in 1 prompt"]
+    assert finish(client).err == STOPPED
+
+
+def test_an_engine_that_makes_way_for_new_code_answers_what_it_is_at(vlens):
+    client = vlens.capturing("sleep 3", FAKE_VERSION="old")
+    vlens.in_state("busy")
+    assert vlens.capture(FAKE_VERSION="new").code == 0
+    assert finish(client).answer == vlens.right("sleep 3")
 
 
 def test_a_daemon_whose_folder_is_gone_ends(vlens):
@@ -366,6 +409,18 @@ def test_status_where_none_runs(vlens):
     done = vlens.run("engine", "status")
     assert (done.code, done.err) == (1, "no engine runs\n")
     assert json.loads(done.out)["engines"] == []
+
+
+def test_status_says_what_another_vlens_is_at(vlens):
+    client = vlens.capturing("hello", FAKE_LISTENING="3")
+    wait_for(lambda: vlens.started)
+    status = vlens.run("engine", "status")
+    assert (status.code, status.err) == (1, f"no engine runs; another vlens is starting the engine of {vlens.model}\n")
+    assert finish(client).answer == vlens.right("hello")
+    with runtime.locked(vlens.home, "stopping another", lambda text: None):
+        status = vlens.run("engine", "status")
+    assert (status.code, status.err) == (0, "another vlens is stopping another\n")
+    assert vlens.run("engine", "status").err == ""
 
 
 def test_status_shows_starting_idle_and_busy_with_what(vlens):

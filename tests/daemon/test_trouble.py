@@ -56,7 +56,8 @@ def test_killed_while_starting(vlens):
     wait_for(lambda: vlens.engines() and vlens.engines()[0]["doing"])
     time.sleep(0.5)
     killed(vlens.started[0]["pid"])
-    told(finish(client), 3, "the engine ended while starting", "hint: `vlens engine log`")
+    # It has started that process, and is told how it ended.
+    told(finish(client), 3, "the engine ended while starting: killed by signal 9 (Killed)\n", "hint: `vlens engine log`")
     assert vlens.alive() == []
     works(vlens)
 
@@ -76,9 +77,22 @@ def test_killed_during_a_query(vlens):
     # Until the client has heard that it runs, it is an engine that starts.
     time.sleep(0.5)
     killed(pid)
-    told(finish(client), 1, "the engine ended during the query", "hint: the next command starts a new one")
+    told(finish(client), 1, "the engine ended during the query: killed by signal 9 (Killed)\n",
+         "hint: the next command starts a new one")
     assert vlens.alive() == []
     works(vlens)
+
+
+def test_what_the_log_said_last_is_no_cause(vlens):
+    pid = works(vlens)
+    client = vlens.capturing("sleep 20")
+    vlens.in_state("busy")
+    time.sleep(0.5)
+    with vlens.home.log.open("a") as log:
+        log.write("INFO 01-02 03:04:05 [shm_broadcast.py:1] all is well\n")
+    killed(pid)
+    # Another has started that process.
+    told(finish(client), 1, "the engine ended during the query: its process was killed, or crashed\n")
 
 
 def test_killed_while_others_wait(vlens):
@@ -130,7 +144,7 @@ def test_stop_ends_even_a_daemon_that_does_not_answer(vlens):
     pid = works(vlens)
     os.kill(pid, signal.SIGSTOP)
     done = vlens.run("engine", "stop")
-    assert (done.code, done.err) == (0, f"stopped 1 engine: pid {pid}\n")
+    assert (done.code, done.err) == (0, f"note: waiting for the engine to end: pid {pid}\nstopped 1 engine: pid {pid}\n")
     assert vlens.alive() == []
     assert works(vlens) != pid
 
@@ -203,10 +217,10 @@ def test_the_traceback_of_a_bug_is_in_the_log(vlens):
 # Askers that leave, and turns
 
 
-def interrupted(client) -> None:
+def interrupted(client, said: str = "") -> None:
     client.send_signal(signal.SIGINT)
     done = finish(client)
-    assert (done.code, done.out, done.err) == (130, "", "")
+    assert (done.code, done.out, done.err) == (130, "", said)
 
 
 def test_ctrl_c_frees_the_engine_for_the_next(vlens):
@@ -239,7 +253,8 @@ def test_ctrl_c_then_the_next_is_answered_at_once(vlens):
 def test_ctrl_c_while_the_engine_starts_leaves_it_to_the_next(vlens):
     client = vlens.capturing("hello", FAKE_STARTING="2")
     wait_for(lambda: vlens.engines() and vlens.engines()[0]["doing"])
-    interrupted(client)
+    time.sleep(0.5)
+    interrupted(client, "note: the engine goes on starting in the background; `vlens engine stop` ends it\n")
     assert works(vlens) == vlens.started[0]["pid"]
     assert len(vlens.started) == 1
 

@@ -48,6 +48,14 @@ def test_running_out_while_starting_is_explained(monkeypatch):
     assert caught.value.code == "out_of_memory"
 
 
+@pytest.mark.parametrize(("kills", "told"), [("78", "does not fit into memory"), ("77", "^a worker process")])
+def test_a_worker_that_the_system_killed_for_memory_is_explained(monkeypatch, kills, told):
+    monkeypatch.setattr(memory, "available", lambda: 3_000_000_000)
+    monkeypatch.setattr(memory, "kills", iter(map(int, kills)).__next__)
+    with pytest.raises(StartError, match=told), room.room_for(1_000_000_000):
+        raise boot.worker_died(StartError, (1, -9))
+
+
 def test_other_faults_pass(monkeypatch):
     monkeypatch.setattr(memory, "available", lambda: 3_000_000_000)
     with pytest.raises(StartError) as caught, room.room_for(1), boot.translated():

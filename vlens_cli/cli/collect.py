@@ -78,7 +78,10 @@ def _ask(asked: Typed, model: models.Model, query: CollectQuery, spool: BinaryIO
             # It could not take away what it had begun.
             for draft in Path(query.folder).glob(f".*.{query.token}.*"):
                 draft.unlink(missing_ok=True)
-            error.hint = "--resume goes on with what is finished"
+        if error.code in ("engine_died", "engine_stopped", "worker_died"):
+            n_shards = len(list(Path(query.folder).glob("capture-*.safetensors")))
+            error.hint = f"{units.counted(n_shards, 'shard')} finished: --resume goes on with what is there" if n_shards else (
+                "no shard was finished: the same command begins again")
         raise
 
 

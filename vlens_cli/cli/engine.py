@@ -62,11 +62,16 @@ def status(as_json: bool, as_table: bool) -> None:
     \b
     vlens engine status --json
     """
+    from vlens_cli.daemon import runtime
+
     as_json = output.wants_json(as_json, as_table)
     engines = running()
     _emit(engines, "engine status", as_json)
+    told = [] if engines else ["no engine runs"]
+    told += [f"another vlens is {doing}" for doing in runtime.under_way()]
+    if told:
+        output.say("; ".join(map(render.visible, told)))
     if not engines:
-        output.say("no engine runs")
         sys.exit(EXIT_FAILED)
 
 
@@ -103,16 +108,18 @@ def stop(model: str | None) -> None:
     from vlens_cli.daemon import launch, runtime
 
     stopped = []
-    for home in _homes(model):
-        with runtime.locked(home, lambda text: None):
-            stopped.append(launch.stop(home))
+    with output.progress() as show:
+        for home in _homes(model):
+            recorded = home.status()
+            with runtime.locked(home, f"stopping the engine of {recorded.model if recorded else home.folder.name}", show):
+                stopped.append(launch.stop(home, show, break_off=True))
     pids = [str(pid) for pid in stopped if pid is not None]
     output.say(f"stopped {counted(len(pids), 'engine')}: pid {', '.join(pids)}" if pids else "no engine runs")
 
 
 @command.command("log", short_help="What the newest engine said.")
 @options.running
-@click.option("-n", "--lines", type=click.IntRange(min=1), default=100, metavar="N", help="Last lines. Default: 100.")
+@click.option("-n", "--lines", type=options.Whole(min=1), default=100, metavar="N", help="Last lines. Default: 100.")
 @click.option("--path", "only_path", is_flag=True, help="Print the log's path alone.")
 def log(model: str | None, lines: int, only_path: bool) -> None:
     """What the newest engine said, its vLLM included; also of one that has ended.

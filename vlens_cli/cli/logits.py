@@ -102,7 +102,7 @@ class Typed(NamedTuple):
 @click.command("logits", cls=LogitsCommand)
 @options.prompts
 @click.option("--pos", metavar="ITEMS", help='Positions: -1, 3:6, "Eiffel" (the tokens that cover it). Default: all.')
-@click.option("--top", type=click.IntRange(min=0), default=5, show_default=True, metavar="K",
+@click.option("--top", type=options.Whole(min=0), default=5, show_default=True, metavar="K",
               help="How many of the likeliest tokens to show.")
 @click.option("--target", "targets", multiple=True, metavar="TEXT", help="A token whose logit and rank (0 is the "
               'likeliest) are shown, repeatable. A leading space is part of it: " Paris".')

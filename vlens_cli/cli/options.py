@@ -20,6 +20,18 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 LITERAL = "vlens_cli.literal"
 
 
+class Whole(click.IntRange):
+    """A range of integers; Click calls its values "a valid integer range"."""
+
+    name = "integer"
+
+
+class Number(click.FloatRange):
+    """The same of other numbers."""
+
+    name = "number"
+
+
 class PromptCommand(click.Command):
     """A command that remembers how many of its arguments stood after `--`; those are text, whatever they look like."""
 
@@ -145,19 +157,19 @@ def asking(keep_alive: str | None, timeout: float | None, no_daemon: bool) -> As
 engine_spec = together(
     click.option("--dtype", type=click.Choice(["auto", "float32", "float16", "bfloat16"]), default="auto",
                  help="What the model runs in. Default: the checkpoint's own."),
-    click.option("--max-len", type=click.IntRange(min=1), metavar="N", help="Longest prompt in tokens. Default: the "
+    click.option("--max-len", type=Whole(min=1), metavar="N", help="Longest prompt in tokens. Default: the "
                  "model's own."),
-    click.option("--chunk", type=click.IntRange(min=1), metavar="N", help="Most tokens that one forward takes."),
+    click.option("--chunk", type=Whole(min=1), metavar="N", help="Most tokens that one forward takes."),
     click.option("--compile", "compiled", is_flag=True, help="Keep compilation and CUDA graphs on, with hook points built "
                  "in: fast generation, fewer points, a slower start."),
     click.option("--compile-hooks", multiple=True, metavar="PATTERNS", shell_complete=complete.hook,
                  help="Which points --compile builds in, repeatable. "
                  "Default: hook_embed, resid_post, attn_out and mlp_out of every block, ln_final.hook_out."),
-    click.option("--compile-buffer", type=click.IntRange(min=1), metavar="MIB", help="Device memory for what --compile "
+    click.option("--compile-buffer", type=Whole(min=1), metavar="MIB", help="Device memory for what --compile "
                  "captures in one step and for edits. Default: 256."),
-    click.option("--tp", type=click.IntRange(min=1), default=1, metavar="N", help="Spread each layer over N ranks: GPUs, or "
+    click.option("--tp", type=Whole(min=1), default=1, metavar="N", help="Spread each layer over N ranks: GPUs, or "
                  "processes on a CPU."),
-    click.option("--pp", type=click.IntRange(min=1), default=1, metavar="N", help="Spread the layers over N stages of such "
+    click.option("--pp", type=Whole(min=1), default=1, metavar="N", help="Spread the layers over N stages of such "
                  "ranks."),
     click.option("--executor", type=click.Choice(["mp", "ray"]), help="What runs the ranks: processes of this machine, or "
                  "Ray, on several. Default: mp."),
@@ -167,7 +179,7 @@ residency = together(
     click.option("--keep-alive", metavar="TIME", shell_complete=complete.words(*complete.KEEP_ALIVE),
                  help="How long the engine stays after this query: 90s, 15m, 2h, 0, "
                  "forever. Default: VLENS_KEEP_ALIVE, then 15m."),
-    click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
+    click.option("--timeout", type=Number(min=0, min_open=True), metavar="SECONDS",
                  help="Give up waiting for the resident engine. Default: never."),
     click.option("--no-daemon", is_flag=True, help="Start an engine in this process, and end it with the query."),
 )  # fmt: skip

@@ -53,7 +53,7 @@ class Typed(NamedTuple):
 @click.option("--from", "source", type=click.Choice(["auto", "checkpoint", "engine"]), default="auto",
               help="Where values are read. Default: the checkpoint; the engine for what only it has, and with --dtype.")
 @click.option("--values", is_flag=True, help="Print every value.")
-@click.option("--svd", type=click.IntRange(min=1), metavar="K",
+@click.option("--svd", type=options.Whole(min=1), metavar="K",
               help="The K largest singular values, by head where there are heads.")
 @click.option("--compare", metavar="MODEL", shell_complete=complete.model,
               help="The difference from the weight of the same name in MODEL's checkpoint.")

@@ -67,9 +67,9 @@ class Typed(NamedTuple):
 @click.option("--target-prefix", is_flag=True, help="Take the first piece of a target that is several tokens.")
 @click.option("--metric", type=click.Choice(METRICS), help="logit_diff: first target minus second; prob: of the first; "
               "recovery: 0 is the base, 1 the source. Default: logit_diff of two targets, prob of one.")
-@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, metavar="N",
+@click.option("--top", type=options.Whole(min=1), default=10, show_default=True, metavar="N",
               help="How many of the likeliest tokens to show.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=1, metavar="N",
+@click.option("--max-tokens", type=options.Whole(min=1), default=1, metavar="N",
               help="Tokens to generate, greedily and past the end-of-text token; both continuations are shown.")
 @click.option("--sweep", metavar="AXES", shell_complete=complete.words(*complete.SWEEPS), help="A patch from the source at each of: layer, pos, head, or two of them, "
               "such as layer,pos.")

@@ -112,12 +112,17 @@ def _converse(sock: Any, home: Any, query: Query, progress: Show, into: BinaryIO
                 kills = _kills()
             phase = frame["phase"]
             progress(frame["progress"])
+    except KeyboardInterrupt:
+        if phase == "start":
+            progress("note: the engine goes on starting in the background; `vlens engine stop` ends it")
+        raise
     except TimeoutError as fault:
         raise launch.timed_out(home, how.timeout) from fault
     except wire.WireError as fault:
         if not phase:
             return None
-        raise (launch.died(home, _kills() > kills) if phase == "start" else _broken_off(home, phase)) from fault
+        how = launch.home_ended(home)
+        raise (launch.died(how, _kills() > kills) if phase == "start" else _broken_off(how, phase)) from fault
 
 
 def _kills() -> int:
@@ -133,13 +138,11 @@ def _begin_again(query: Query, into: BinaryIO | None) -> None:
         into.truncate()
 
 
-def _broken_off(home: Any, phase: str) -> QueryError:
-    from vlens_cli.daemon import runtime
-
-    tail = runtime.log_tail(home.log, 1)
+def _broken_off(how: str, phase: str) -> QueryError:
     when = "during the query" if phase == "run" else "before this query's turn"
-    return QueryError(f"the engine ended {when}" + (f": {tail.strip()[:300]}" if tail else ""),
-                      code="engine_died", hint="the next command starts a new one")
+    return QueryError(f"the engine ended {when}" + (f": {how}" if how else ""), code="engine_died",
+                      hint="the next command starts a new one; lack of memory is a usual cause, and `vlens engine log` shows "
+                      "what it said")
 
 
 def _error(fields: dict[str, Any]) -> VlensError:

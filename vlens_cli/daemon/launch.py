@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlens_cli import env
 from vlens_cli.daemon import runtime, wire
-from vlens_cli.errors import INSTALL_HINT, QueryError, StartError, VlensError
+from vlens_cli.errors import INSTALL_HINT, QueryError, StartError, VlensError, how_ended
 
 if TYPE_CHECKING:
     from vlens_cli.query import EngineSpec
@@ -28,6 +28,10 @@ Show = Callable[[str], None]
 LISTEN_PATIENCE = 20.0
 # Between a polite and an impolite end.
 STOP_PATIENCE = 10.0
+# The same where what it is at is broken off: a step of the engine's, and its reply.
+BREAK_OFF_PATIENCE = 3.0
+# From here on a wait is told.
+SILENCE = 1.0
 
 
 def connect(home: runtime.Home, timeout: float | None) -> socket.socket | None:
@@ -59,30 +63,30 @@ def timed_out(home: runtime.Home, timeout: float | None) -> QueryError:
 def connect_or_start(home: runtime.Home, spec: EngineSpec, keep_alive: float | None, timeout: float | None,
                      show: Show) -> socket.socket:
     """A connection to the engine of `home`, where nobody listened: it is started, by this process or by another."""
-    with runtime.locked(home, show):
+    with runtime.locked(home, f"starting the engine of {spec.name}", show):
         # Who held the lock may have started it.
         sock = connect(home, timeout)
         if sock is None:
             check_installed()
-            make_room(home, env.keep())
+            make_room(home, env.keep(), show)
             show("starting the engine's process")
             start(home, argv(home, spec, keep_alive))
             sock = connect(home, timeout)
     if sock is None:
-        raise died(home)
+        raise died(home_ended(home))
     return sock
 
 
 def clear_outdated(home: runtime.Home, show: Show) -> None:
     """End a daemon that runs other code than this, unless somebody else has replaced it already."""
-    with runtime.locked(home, show):
+    with runtime.locked(home, "ending an outdated engine", show):
         status = home.alive()
         if status is None or (status.version, status.protocol) != (runtime.version(), wire.PROTOCOL):
             show("ending the outdated engine")
             stop(home)
 
 
-def make_room(home: runtime.Home, keep: int) -> None:
+def make_room(home: runtime.Home, keep: int, show: Show) -> None:
     """Stop idle engines, oldest first, until one more is within `keep`: before the new one takes its memory."""
     others = [other for other in runtime.homes() if other != home and other.alive()]
     for other in others:
@@ -90,6 +94,7 @@ def make_room(home: runtime.Home, keep: int) -> None:
             return
         described = describe(other)
         if described is not None and described["state"] == "idle":
+            show(f"ending the idle engine of {described['model']}")
             stop(other)
             others = [one for one in others if one != other]
 
@@ -110,13 +115,13 @@ def proofs(folder: Path, timeout: float = 2.0) -> list[dict[str, Any]]:
     return found
 
 
-def _asked(home: runtime.Home, verb: str, timeout: float) -> dict[str, Any] | None:
+def _asked(home: runtime.Home, verb: str, timeout: float, **fields: Any) -> dict[str, Any] | None:
     try:
         sock = connect(home, timeout)
         if sock is None:
             return None
         with sock:
-            wire.send(sock, {"verb": verb})
+            wire.send(sock, {"verb": verb, **fields})
             return wire.receive(sock)["reply"]
     except (QueryError, StartError, wire.WireError, TimeoutError, KeyError):
         return None
@@ -169,8 +174,9 @@ def start(home: runtime.Home, command: Sequence[str]) -> None:
                                  cwd="/", env=_environment())
     deadline = time.monotonic() + LISTEN_PATIENCE
     while not home.socket.exists():
-        if child.poll() is not None:
-            raise died(home)
+        if (code := child.poll()) is not None:
+            # Nothing but its own traceback is in the log so early.
+            raise died(how_ended(code) if code < 0 else runtime.log_tail(home.log, 1).strip()[:300])
         if time.monotonic() > deadline:
             child.kill()
             raise StartError(f"the engine's process did not listen within {LISTEN_PATIENCE:g} s", code="engine_failed",
@@ -185,7 +191,7 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONUNBUFFERED": "1"}
 
 
-def died(home: runtime.Home, for_memory: bool = False) -> StartError:
+def died(how: str, for_memory: bool = False) -> StartError:
     """The error of an engine that ended before it was ready; `for_memory`: the system killed a process meanwhile."""
     if for_memory:
         from vlens_cli import memory
@@ -194,28 +200,43 @@ def died(home: runtime.Home, for_memory: bool = False) -> StartError:
                                 "killed a process for lack of memory meanwhile")
         name_idle_engines(error)
         return error
-    tail = runtime.log_tail(home.log, 1)
-    return StartError("the engine ended while starting" + (f": {tail.strip()[:300]}" if tail else ""),
+    return StartError("the engine ended while starting" + (f": {how}" if how else ""),
                       code="engine_died", hint="`vlens engine log` shows what it said; too little memory ends it silently")
 
 
-def stop(home: runtime.Home) -> int | None:
-    """End the daemon of `home` and wait until its process is gone; its pid, None where none ran."""
+def home_ended(home: runtime.Home) -> str:
+    """How the process of an engine ended that said no word; empty where it ended in order.
+
+    The log's last line is not asked: whatever it says was said before. Only the parent is told of the signal.
+    """
+    status = home.status()
+    if status is None:
+        return ""
+    # Its connections close a moment before it can be waited for.
+    _gone(status, SILENCE)
+    try:
+        pid, state = os.waitpid(status.pid, os.WNOHANG)
+    except ChildProcessError:
+        pid = 0
+    return how_ended(os.waitstatus_to_exitcode(state)) if pid else "its process was killed, or crashed"
+
+
+def stop(home: runtime.Home, show: Show = lambda text: None, break_off: bool = False) -> int | None:
+    """End the daemon of `home` and wait until its process is gone; its pid, None where none ran. It answers what it is at
+    before, unless that is to be broken off."""
     status = home.alive()
     if status is None:
         home.remove()
         return None
-    try:
-        sock = connect(home, timeout=1.0)
-        if sock is not None:
-            with sock:
-                wire.send(sock, {"verb": "stop"})
-                wire.receive(sock)
-                # It answers what it is at, and ends by itself.
-                _gone(status, STOP_PATIENCE)
-    except (QueryError, StartError, wire.WireError, TimeoutError):
-        pass
-    end(status)
+    said = _asked(home, "stop", 1.0, break_off=break_off)
+    # Nothing can break off a start but a signal.
+    patience = 0.0 if said is None or break_off and said.get("state") == "starting" else (
+        BREAK_OFF_PATIENCE if break_off else STOP_PATIENCE)
+    if not _gone(status, min(patience, SILENCE)):
+        doing = f", {said['doing']}" if said and said.get("doing") else ""
+        show(f"note: waiting for the engine to end: pid {status.pid}{doing}")
+        if not _gone(status, patience - SILENCE):
+            end(status)
     if home.status() in (None, status):
         home.remove()
     return status.pid

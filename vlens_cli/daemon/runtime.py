@@ -103,16 +103,31 @@ class Home(NamedTuple):
 
 
 @contextmanager
-def locked(home: Home, show) -> Iterator[None]:
+def locked(home: Home, doing: str, show) -> Iterator[None]:
     """Hold an engine's lock: of those who would start it, one does and the others wait. The system lets go of it when
-    the holder ends, however it ends."""
-    with open(home.lock, "a") as file:
+    the holder ends, however it ends. `doing` is for `under_way`."""
+    with open(home.lock, "a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             show("waiting for another vlens, which is starting this engine")
             fcntl.flock(file, fcntl.LOCK_EX)
+        file.truncate(0)
+        file.write(doing)
+        file.flush()
         yield
+
+
+def under_way() -> list[str]:
+    """What those do who hold an engine's lock: an engine that starts or ends may be in no folder."""
+    found = []
+    for path in directory().glob("*.lock"):
+        with suppress(OSError), open(path, encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                found.append(file.read())
+    return [doing for doing in found if doing]
 
 
 def home(fingerprint: str) -> Home:

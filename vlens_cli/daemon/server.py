@@ -78,6 +78,7 @@ class Server:
         self._idle_since = time.monotonic() + FIRST_QUERY
         self._running: tuple[Job, float] | None = None
         self._stopping = threading.Event()
+        self._breaking_off = threading.Event()
         self._open = 0
         self._open_changed = threading.Condition()
         self._socket = self._listen()
@@ -116,9 +117,16 @@ class Server:
         if self._session is not None:
             self._session.end_workers()
 
-    def _send_away(self) -> None:
+    def say_stopped(self) -> None:
+        """Tell whose query was running when this process was told to end, and those who wait."""
+        self.close()
+        if self._running:
+            self._running[0].events.put(_error(_stopped()))
+        self._send_away(1.0)
+
+    def _send_away(self, patience: float = REPLY_PATIENCE) -> None:
         """Tell those who still wait to ask another engine, and let all replies be sent before the process ends."""
-        deadline = time.monotonic() + REPLY_PATIENCE
+        deadline = time.monotonic() + patience
         with self._open_changed:
             while self._open and time.monotonic() < deadline:
                 while not self._jobs.empty():
@@ -168,10 +176,10 @@ class Server:
         try:
             frame = self._answer(job)
         except VlensError as error:
-            if self._stopping.is_set() and self._session is not None and self._session.died:
+            if self._stopping.is_set() and self._session is not None and (
+                    error.code == "cancelled" or self._session.died):
                 # Its workers were told to end as this process was; the query did not fail by itself.
-                error = QueryError("the engine was stopped during the query", code="engine_stopped",
-                                   hint="the next command starts a new one")
+                error = _stopped()
             launch.name_idle_engines(error)
             frame = {"error": {**error.as_dict(), "exit": error.exit_code}}
             if self._session is None or isinstance(error, StartError) and not self._session.started:
@@ -209,7 +217,7 @@ class Server:
         elif self._session.started:
             # From here on its end is this query's failure, also while a long file is tokenized.
             job.progress(RUNNING)
-        self._session.watch(job.gone.is_set, self._between, self._small_waits)
+        self._watch(job)
         return {"reply": self._session.answer(job.query, job.progress, job.file).as_json()}
 
     def _between(self) -> None:
@@ -223,7 +231,10 @@ class Server:
                 self._jobs.put(job)
         self._running = big
         if big:
-            self._session.watch(big[0].gone.is_set, self._between, self._small_waits)
+            self._watch(big[0])
+
+    def _watch(self, job: Job) -> None:
+        self._session.watch(lambda: job.gone.is_set() or self._breaking_off.is_set(), self._between, self._small_waits)
 
     def _small_waits(self) -> bool:
         return any(self._session.is_small(job.query) for job in list(self._jobs.queue))
@@ -274,7 +285,9 @@ class Server:
             # The name goes first: who comes now starts a new engine instead of waiting for one that ends.
             self.close()
             self._stopping.set()
-            wire.send(connection, {"final": True, "reply": {"pid": os.getpid()}})
+            if frame.get("break_off"):
+                self._breaking_off.set()
+            wire.send(connection, {"final": True, "reply": self.describe()})
         elif frame.get("protocol") != wire.PROTOCOL or frame.get("version") != runtime.version():
             wire.send(connection, {"final": True, "restart": _skew(frame)})
         else:
@@ -359,6 +372,11 @@ def _skew(frame: dict[str, Any]) -> str:
     return f"the engine runs vlens {runtime.version()}, this is {frame.get('version')}"
 
 
+def _stopped() -> QueryError:
+    return QueryError("the engine was stopped during the query", code="engine_stopped",
+                      hint="the next command starts a new one")
+
+
 def _error(error: VlensError) -> dict[str, Any]:
     return {"final": True, "error": {**error.as_dict(), "exit": error.exit_code}}
 
@@ -397,6 +415,9 @@ def main(folder: str, spec_json: str, keep_alive: str) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
     try:
         server.serve()
+    except SystemExit:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        server.say_stopped()
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         server.close()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from vlens_cli import __version__
 from vlens_cli.driver.graph import limits
 from vlens_cli.driver.hide import hide_broken_packages
-from vlens_cli.errors import INSTALL_HINT, LOG_HINT, PromptError, StartError, UsageError, VlensError
+from vlens_cli.errors import INSTALL_HINT, LOG_HINT, PromptError, StartError, UsageError, VlensError, how_ended
 from vlens_cli.families import Catalog, Dims
 from vlens_cli.query import EngineSpec
 
@@ -320,9 +320,17 @@ def boot(spec: EngineSpec, plan: Plan) -> Any:
         if not _running:
             # What an engine that failed to start has left: the next would go on with its ranks, whatever it needs.
             internals.forget_ranks()
-        llm = LLM(**engine_arguments(spec, plan), worker_cls=WORKER,
-                  # Weights come from memory that can be taken away and given back at the same addresses.
-                  enable_sleep_mode=internals.can_sleep())
+        if executor(spec) == "mp":
+            internals.note_ended_workers()
+        try:
+            llm = LLM(**engine_arguments(spec, plan), worker_cls=WORKER,
+                      # Weights come from memory that can be taken away and given back at the same addresses.
+                      enable_sleep_mode=internals.can_sleep())
+        except Exception as fault:
+            # Whatever vLLM makes of it.
+            if killed := internals.killed_worker():
+                raise worker_died(StartError, killed) from fault
+            raise
         _running.add(llm)
         return llm
 
@@ -395,6 +403,13 @@ def translated() -> Iterator[None]:
     except Exception as fault:
         # The seam: what vLLM, torch and pydantic raise for a model that they do not take has no common base.
         raise StartError(f"the engine did not start: {one_line(fault)}", hint=LOG_HINT, code="engine_failed") from fault
+
+
+def worker_died(kind: type[VlensError], killed: tuple[int, int] | None) -> VlensError:
+    """The error of an engine that has lost a worker process; `killed` is `internals.killed_worker`'s."""
+    how = f": rank {killed[0]}, {how_ended(killed[1])}" if killed else ""
+    return kind(f"a worker process of the engine has ended{how}; the engine ends too", code="worker_died",
+                hint=f"lack of memory is a usual cause: `vlens doctor`, a smaller --max-len; {LOG_HINT}")
 
 
 def one_line(fault: BaseException) -> str:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable, Iterator
+from multiprocessing import connection
 from typing import Any, NamedTuple
 
 import torch
@@ -391,6 +393,38 @@ def prepare_stage(runner: Any) -> None:
 def end_workers(llm: Any) -> None:
     """End an executor's worker processes, and wait until they are gone (0.26 to 0.32)."""
     llm.llm_engine.engine_core.engine_core.model_executor.shutdown()
+
+
+# Of an engine that has lost worker processes: rank -> exit code, below 0 a signal.
+_ended: dict[int, int] = {}
+
+
+def note_ended_workers() -> None:
+    """Have executors note which workers had ended before they end the others: what they raise does not say it (0.32)."""
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    _ended.clear()
+    end = getattr(MultiprocExecutor, "_ensure_worker_termination", None)
+    # Of another version, or noted already.
+    if end is None or end.__module__ == __name__:
+        return
+
+    def noting(procs: list[Any]) -> None:
+        # A process's pipes close a moment before it can be waited for.
+        closed = connection.wait([proc.sentinel for proc in procs], timeout=0.05)
+        for rank, proc in enumerate(procs):
+            if proc.sentinel in closed:
+                proc.join(1)
+                _ended[rank] = proc.exitcode or 0
+        end(procs)
+
+    MultiprocExecutor._ensure_worker_termination = staticmethod(noting)
+
+
+def killed_worker() -> tuple[int, int] | None:
+    """The rank of a worker that a signal ended, and its exit code; the one that was killed where others fell with it."""
+    killed = [(code != -signal.SIGKILL, rank, code) for rank, code in _ended.items() if code < 0]
+    return min(killed)[1:] if killed else None
 
 
 def says_dead(fault: Exception) -> bool:

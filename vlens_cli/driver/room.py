@@ -42,11 +42,13 @@ def room_for(n_bytes: int) -> Iterator[None]:
     where = memory.gpus()[:1] if _runs_on_gpu() else ()
     if any(pool.free < n_bytes for pool in where or [memory.machine()]):
         raise memory.shortage(n_bytes, where or [memory.machine()])
+    kills = memory.kills()
     try:
         yield
     except Exception as fault:
+        lost = getattr(fault, "code", "") == "worker_died" and memory.kills() > kills
         # Whatever class it has: torch, vLLM and C++ raise their own.
-        if not memory.is_short(fault):
+        if not (lost or memory.is_short(fault)):
             raise
         pools = [memory.machine(), *memory.gpus()[: len(where)]]
         raise memory.shortage(n_bytes, pools, boot.one_line(fault)) from fault

@@ -59,9 +59,12 @@ class VLLMDriver(Engine):
             self._find_points()
             if spec.tp > 1:
                 self._check_shards()
-        except BaseException:
+        except BaseException as fault:
             # Nobody has this driver to close it, and what vLLM keeps for the process goes with its last engine.
             boot.shut_down(self._llm)
+            if isinstance(fault, QueryError):
+                # A question of the start's own.
+                raise StartError(fault.message, hint=fault.hint, code=fault.code) from fault
             raise
 
     def _find_points(self) -> None:

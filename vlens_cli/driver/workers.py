@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from vlens_cli import errors
-from vlens_cli.driver import carry, internals
+from vlens_cli.driver import boot, carry, internals
 from vlens_cli.errors import QueryError, StartError, VlensError
 
 
@@ -94,8 +94,7 @@ class RemoteWorkers:
     def check_alive(self, fault: Exception) -> None:
         self._said_dead = self._said_dead or internals.says_dead(fault)
         if self.died:
-            raise QueryError("a worker process of the engine has ended; the engine ends too", code="worker_died",
-                             hint=f"the next command starts a new one; {errors.LOG_HINT}") from fault
+            raise boot.worker_died(QueryError, internals.killed_worker()) from fault
 
 
 @contextmanager
