@@ -233,5 +233,5 @@ def test_values_of_another_kind(bare: Path, text: str, said: str) -> None:
 
 def test_a_count_in_a_file_that_is_none_names_the_file(bare: Path) -> None:
     path = write_config(bare, "keep = 0\n")
-    with pytest.raises(UsageError, match=f"keep in {path}"):
+    with pytest.raises(UsageError, match=f"{path}, line 1: keep is not a number of engines: 0"):
         env.keep()

@@ -51,6 +51,8 @@ VARIABLES = (MODEL, KEEP_ALIVE, KEEP, SLEEP, CACHE, RUNTIME, CONFIG, LOG, DEBUG)
 KEYS = {each.key: each for each in VARIABLES if each.key}
 DEFAULT = "default"
 FILE_NAME = "vlens.toml"
+DURATIONS = "90s, 2h, 0, forever"
+_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h|)")
 
 
 class Setting(NamedTuple):
@@ -126,23 +128,32 @@ def runtime_folder() -> Path | None:
 
 
 def keep_alive_text() -> str:
-    """What is set, or the default; `seconds` reads it."""
-    return _found(KEEP_ALIVE)[0] or KEEP_ALIVE.default
+    """What is set, or the default; `seconds` reads it. Raises UsageError for what is no duration."""
+    return _duration(KEEP_ALIVE)
 
 
 def keep() -> int:
     """How many engines may stay. Raises UsageError for what is no count."""
-    found, where = _found(KEEP)
-    text = found or KEEP.default
-    if not text.isdigit() or int(text) < 1:
-        raise UsageError(f"{KEEP.name if where == KEEP.name else f'keep in {where}'} is not a number of engines: {text}",
-                         hint=f"{KEEP.name}=2")
+    text = _found(KEEP)[0] or KEEP.default
+    if not _is_count(text):
+        raise UsageError(f"{KEEP.name} is not a number of engines: {text}", hint=f"{KEEP.name}=2")
     return int(text)
 
 
+def _is_count(text: str) -> bool:
+    return re.fullmatch(r"0*[1-9][0-9]*", text) is not None
+
+
 def sleep_text() -> str:
-    """What VLENS_SLEEP says, or its default."""
-    return _found(SLEEP)[0] or SLEEP.default
+    """What VLENS_SLEEP says, or its default. Raises UsageError for what is no duration."""
+    return _duration(SLEEP)
+
+
+def _duration(variable: Variable) -> str:
+    text = _found(variable)[0] or variable.default
+    if not is_duration(text):
+        raise UsageError(f"{variable.name} is not a duration: {text}", hint=f"{variable.name}=15m, or {DURATIONS}")
+    return text
 
 
 def sleep_after() -> float | None:
@@ -154,10 +165,14 @@ def seconds(text: str) -> float | None:
     """A duration as typed (`2`, `90s`, `15m`, `2h`) in seconds; None for `forever`. Raises UsageError."""
     if text == "forever":
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|)", text.strip())
+    found = _TIME.fullmatch(text.strip())
     if not found:
-        raise UsageError(f"not a duration: {text}", hint="90s, 15m, 2h, 0 or forever")
+        raise UsageError(f"not a duration: {text}", hint=f"15m, or {DURATIONS}")
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def is_duration(text: str) -> bool:
+    return text == "forever" or _TIME.fullmatch(text.strip()) is not None
 
 
 def engine_log() -> bool:
@@ -232,10 +247,27 @@ def _checked(path: Path, fields: dict[str, object]) -> dict[str, str]:
         if not of_user and not KEYS[key].project:
             raise _bad_config(path, f"{_line_of(path, key)}: {key} is for the user's own file, and this is a project's",
                               f"put it into {config_file()}, or set {KEYS[key].name}")
-        count = key in (KEEP.key, KEEP_ALIVE.key, SLEEP.key) and type(value) is int
+        count = key in _SHAPES and type(value) is int
         if not isinstance(value, str) and not count:
-            raise _bad_config(path, f"{_line_of(path, key)}: {key} is not a text in quotes", f'{key} = "..."')
+            raise _bad_config(path, f"{_line_of(path, key)}: {key} is not a text in quotes", _hint_for(key))
+        if not str(value):
+            raise _bad_config(path, f"{_line_of(path, key)}: {key} is empty", f"{_hint_for(key)}, or leave the line out")
+        fits, what = _SHAPES.get(key, (None, ""))
+        if fits and not fits(str(value)):
+            raise _bad_config(path, f"{_line_of(path, key)}: {key} is not {what}: {value}", _hint_for(key))
     return {key: str(value) for key, value in fields.items()}
+
+
+# Keys whose values are no free text: whether one fits, and what it must be.
+_SHAPES = {KEEP.key: (_is_count, "a number of engines"), KEEP_ALIVE.key: (is_duration, "a duration"),
+           SLEEP.key: (is_duration, "a duration")}
+
+
+def _hint_for(key: str) -> str:
+    """A line that would do."""
+    if key == KEEP.key:
+        return f'{key} = "2"'
+    return f'{key} = "15m", or {DURATIONS}' if key in _SHAPES else f'{key} = "..."'
 
 
 def _bad_config(path: Path, what: str, hint: str = 'a line looks like this: model = "org/name"') -> PathError:

@@ -259,7 +259,7 @@ def test_values_in_tables_are_all_there(shell, hook):
 
 def test_a_pattern_is_a_heat_map_a_head(shell):
     out = shell.fake("capture", "--hook", "blocks.0.attn.hook_pattern[head=1,3]", "--table", "hello").stdout
-    assert "[head 2, query 3, key 3] float32  heads 1, 3  (derived)" in out
+    assert "blocks.0.attn.hook_pattern[head=1,3]  [head 2, query 3, key 3] float32  (derived)" in out
     assert "keys 0 to 2, left to right: · below 1%, ░ below 10%, ▒ below 33%, ▓ below 66%, █ more" in out
     lines = out.splitlines()
     assert [line for line in lines if line.startswith("head ")] == ["head 1", "head 3"]
@@ -278,7 +278,7 @@ def test_a_heat_map_in_a_locale_without_blocks(shell):
 def test_keys_are_chosen_by_dim_and_too_many_have_no_heat_map(shell):
     out = shell.fake("capture", "--hook", "blocks.0.attn.hook_pattern[head=1][dim=0,2][pos=-1]", "--table", "--values",
                      "hello").stdout
-    assert "[head 1, query 1, key 2] float32  heads 1  keys 0, 2" in out and "keys 0, 2, left to right" in out
+    assert "hook_pattern[head=1][dim=0,2]  [head 1, query 1, key 2] float32" in out and "keys 0, 2, left to right" in out
     assert "▒█" in out and "head 1, pos 2: 0.1 0.9" in out
     many = shell.fake("capture", "--hook", "blocks.0.attn.hook_pattern[head=1][pos=-1]", "--table", "hello",
                       env={"FAKE_TOKENS": "201"}).stdout
@@ -287,7 +287,7 @@ def test_keys_are_chosen_by_dim_and_too_many_have_no_heat_map(shell):
 
 def test_selected_heads_keep_their_numbers(shell):
     out = shell.fake("capture", "--hook", "blocks.0.attn.hook_q[head=1,3]", "--values", "--table", "hello").stdout
-    assert "[pos 3, head 2, d_head 2] float32  heads 1, 3" in out
+    assert "blocks.0.attn.hook_q[head=1,3]  [pos 3, head 2, d_head 2] float32" in out
     assert [f"pos 2, head {head}:" in out for head in range(4)] == [False, True, False, True]
 
 

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 from vlens_cli import env
 
 
@@ -37,3 +38,21 @@ def test_a_project_file_that_is_wrong_stops_with_its_line(shell):
     (shell.folder / "vlens.toml").write_text("# ours\nmodle = 1\n")
     done = shell.real("config")
     assert done.returncode == 2 and "vlens.toml, line 2: unknown key modle" in done.stderr
+
+
+@pytest.mark.parametrize("line, said", [
+    ('keep_alive = "soon"', "keep_alive is not a duration: soon"), ("keep_alive = -1", "keep_alive is not a duration: -1"),
+    ('keep = "many"', "keep is not a number of engines: many"), ('model = ""', "model is empty"),
+])  # fmt: skip
+def test_a_value_that_is_wrong_stops_every_command_that_reads_the_file(shell, line, said, hook):
+    (shell.folder / "vlens.toml").write_text(f"# ours\n{line}\n")
+    for done in (shell.real("config"), shell.real("config", "cache"), shell.real("hooks"), shell.real("engine", "status"),
+                 shell.fake("capture", "--hook", hook, "hello")):
+        assert done.returncode == 2 and f"{shell.folder / 'vlens.toml'}, line 2: {said}\n" in done.stderr
+        assert f"hint: {line.split()[0]} = " in done.stderr
+
+
+@pytest.mark.parametrize("name", ["VLENS_KEEP_ALIVE", "VLENS_SLEEP"])
+def test_a_variable_that_is_no_duration_is_named(shell, name):
+    done = shell.real("config", env={name: "soon"})
+    assert done.returncode == 2 and f"{name} is not a duration: soon" in done.stderr and f"hint: {name}=15m" in done.stderr

@@ -108,3 +108,14 @@ def test_models(monkeypatch, tmp_path, fresh):
 def test_a_model_named_twice_is_refused(shell):
     done = shell.real("doctor", "a", "-m", "b")
     assert done.returncode == 2 and "the model is named twice" in done.stderr
+
+
+def test_a_config_file_that_is_wrong_is_one_problem_among_the_findings(monkeypatch, tmp_path, fresh):
+    (tmp_path / "vlens.toml").write_text('keep_alive = "soon"')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor, "_engine_imports", lambda: [])
+    body = doctor._report(None)
+    problems = [finding for finding in body["findings"] if "vlens.toml" in finding["found"]]
+    assert [finding["what"] for finding in problems] == ["settings"] and not body["ok"]
+    assert problems[0]["found"].endswith("line 1: keep_alive is not a duration: soon")
+    assert {"python", "memory", "hub"} <= {finding["what"] for finding in body["findings"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import types
 
 import pytest
@@ -86,6 +87,7 @@ def test_the_lens_may_stand_alone_before_a_prompt(run, args, points):
     (["--attribution", "hello"], "none is named"),
     (["--target", "", "hello"], "a target is empty"),
     (["--target-prefix", "hello"], "neither is given"),
+    (["--all", "hello"], "--all is for the table of --attribution"),
     (["--pos", "x", "hello"], "expected a number"),
     (["--top", "-1", "hello"], "-1"),
     (["--lens=resid_poost", "hello"], "resid_poost"),
@@ -111,7 +113,49 @@ def test_the_tables_show_every_part(run):
     values = [row[-5] if row[-1:] == ["attn_out"] else row[-1] for row in parts if row][4:]
     assert values == ["0", "-10.5", "-9.25", "2", "-1.25"]
     assert any(line.split() == ["sum", "12.5", *"without the heads, which their attn_out holds".split()] for line in lines)
-    assert any(line.split() == ["blocks.0.attn", "head", "0", "-9.25", "share", "of", "its", "attn_out"] for line in lines)
+    assert any(line.split() == ["blocks.0.attn.hook_z[head=0]", "-9.25", "share", "of", "its", "attn_out"] for line in lines)
+
+
+def many_parts(n_layers: int, n_heads: int) -> dict:
+    """The reply of a larger model: attention adds the layer's number, in equal shares of its heads, and an MLP a little."""
+    parts = [part for i in range(n_layers) for part in (
+        {"hook": f"blocks.{i}.hook_attn_out", "value": float(i), "heads": [i / n_heads] * n_heads, "bias": 0.0},
+        {"hook": f"blocks.{i}.hook_mlp_out", "value": -0.125})]
+    one = BODY["prompts"][0]["attribution"][0] | {"parts": parts, "sum": sum(part["value"] for part in parts)}
+    return BODY | {"prompts": [BODY["prompts"][0] | {"attribution": [one]}]}
+
+
+def rows_of(text: str) -> list[str]:
+    """The lines of the attribution, from the sum on."""
+    lines = text[text.index("what makes") :].splitlines()
+    return lines[next(n for n, line in enumerate(lines) if line.startswith("sum ")) :]
+
+
+def added(rows: list[str]) -> float:
+    """What the rows add up to that are part of the sum: the constant, the parts, the others."""
+    return sum(float(re.search(r"\s(-?[0-9.]+)(\s|$)", row)[1]) for row in rows[1:] if "share of" not in row)
+
+
+def test_the_largest_of_many_parts_are_shown_and_the_others_add_up(run):
+    body = many_parts(n_layers=30, n_heads=4)
+    shown, whole = rows_of(logits.table(body)), rows_of(logits.table(body, every=True))
+    assert shown[2].startswith("blocks.29.hook_attn_out ") and shown[3].startswith("blocks.28.hook_attn_out ")
+    assert shown[-1].startswith("the others ") and len(shown) == 2 + logits.SHOWN_PARTS + 1
+    assert shown[-1].endswith("  40 parts and 120 heads more, added without the heads; --all shows each")
+    assert len(whole) == 2 + 180 and [row.split() for row in whole[:22]] == [row.split() for row in shown[:22]]
+    assert added(shown) == added(whole) == float(shown[0].split()[1])
+
+
+def test_all_reaches_the_table(run):
+    run("--table", "--attribution", "--target", " Paris", "--all", "hello")
+    assert run.code == 0 and "hook_z[head=1]" in run.out
+
+
+def test_a_part_that_is_not_finite_is_among_the_shown():
+    body = many_parts(n_layers=30, n_heads=4)
+    body["prompts"][0]["attribution"][0]["parts"][1]["value"] = "NaN"
+    lines = logits.table(body).splitlines()
+    assert any(line.split()[:2] == ["blocks.0.hook_mlp_out", "NaN"] for line in lines)
 
 
 def test_a_number_that_is_not_finite_is_shown(monkeypatch, run):

@@ -106,3 +106,11 @@ def test_a_file_is_named_as_it_is_seen_from_here(tmp_path, monkeypatch, capsys):
     output.say_saved(tmp_path / "a.safetensors", Saved(1, 10))
     output.say_saved(tmp_path.parent / "b.safetensors", Saved(2, 10))
     assert capsys.readouterr().err == f"wrote a.safetensors: 1 tensor, 10 bytes\nwrote {tmp_path.parent}/b.safetensors: 2 tensors, 10 bytes\n"
+
+
+def test_notes_on_the_way_are_said_or_left_out(capfd):
+    for notes in (True, False):
+        with output.progress(notes) as show:
+            show(f"note: notes are {notes}")
+            show("loading weights")
+    assert capfd.readouterr().err == "note: notes are True\n"

@@ -189,7 +189,8 @@ def test_a_table_has_a_row_for_each_weight(shell, folder):
 def test_values_in_a_table_are_labelled_by_their_place(shell, folder):
     done = param(shell, folder, "blocks.0.attn.W_O[head=1][d_head=0,2]", "--values", "--table")
     assert "blocks.0.attn.W_O[0, 0]: " in done.stdout and "blocks.0.attn.W_O[0, 1]: " in done.stdout
-    assert "head 1  d_head 0, 2" in done.stdout
+    assert "from the checkpoint  [head=1][d_head=0,2]\n" in done.stdout
+    assert "  [1:3][0]\n" in param(shell, folder, "model.layers.0.self_attn.q_proj.weight[1:3][0]", "--table").stdout
 
 
 def test_singular_values(shell, folder):

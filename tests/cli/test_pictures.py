@@ -192,3 +192,24 @@ def test_pictures_of_a_capture_leave_the_reply_as_it_is(shell):
     assert drawn.stdout == shell.fake(*asked).stdout and "wrote a.svg" in drawn.stderr and "wrote a.html" in drawn.stderr
     cells = ET.parse(shell.folder / "a.svg").getroot().findall(f".//{SVG}title")
     assert cells[0].text.endswith(": 1.0") and len(cells) == 4 * (1 + 2 + 3)
+
+
+def sweep_of(*rows: list, base: float = 0.0, source: float = 1.0) -> dict:
+    return {"axes": ["layer", "pos"], "grid": list(rows), "metric": "recovery", "base": base, "source": source, "hooks": ["hook_embed"],
+            "targets": [PLACE, PLACE], "tokens": TOKENS[:2], "source_tokens": TOKENS[:2], "cells": 4}
+
+
+def test_what_is_nothing_beside_the_others_is_shown_with_their_digits():
+    body = {"command": "patch", "vlens": "0.1.0", "model": MODEL, "sweep": sweep_of([5e-7, 0.00134], [0.0, -0.7])}
+    (one,) = picture.maps_of(body)
+    assert [[one.text(r, c) for c in (0, 1)] for r in (0, 1)] == [["0.00", "0.00134"], ["0", "-0.7"]]
+    assert "layer 0, " in said(body)[0] and said(body)[0].endswith(": 5e-07")
+    table = "".join(part.plain if hasattr(part, "plain") else effects.render.draw(part) for part in effects.heat_map(one, ""))
+    assert "5e-07" not in table and "0.00134" in table
+
+
+def test_small_numbers_among_small_ones_are_numbers():
+    (one,) = picture.maps_of({"sweep": sweep_of([5e-7, 1e-6], base=0.0, source=2e-6)})
+    assert [one.text(0, c) for c in (0, 1)] == ["5e-07", "1e-06"]
+    (one,) = picture.maps_of({"sweep": sweep_of([5e-7, 150.0], base=20.0, source=-1200.0)})
+    assert [one.text(0, c) for c in (0, 1)] == ["0", "150"]

@@ -58,6 +58,7 @@ def test_the_command_and_what_an_engine_has_proved(tiny):
         try:
             done = vlens("doctor", "--check-hf", "--json")
             assert done.returncode == 0, done.stderr
+            assert "to write" not in done.stderr
             body = json.loads(done.stdout)
             points = {point["name"]: point for point in body["points"]}
             assert body["ok"] and body["tolerance"] == 1e-4 and body["uncompared"] == []

@@ -55,3 +55,44 @@ def test_an_id(tokens, tiny):
 def test_nothing(tokens):
     with pytest.raises(UsageError, match="a target without tokens"):
         targets.resolve([""], tokens, 512)
+
+
+class Words:
+    """A tokenizer of three words; what it does not know is a token a letter."""
+
+    known = {"Paris": 1, " Paris": 2, "Rome": 3, " Berlin": 4, ".": 5, " .": 6}
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [self.known[text]] if text in self.known else list(range(10, 10 + len(text)))}
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [f"<{i}>" for i in ids]
+
+
+class Worded:
+    tokenizer = Words()
+
+    def text_of(self, token: int) -> str:
+        return next((text for text, id in Words.known.items() if id == token), "?")
+
+
+def test_a_word_without_its_space_is_told_of_where_the_other_is_likelier():
+    found = targets.resolve(["Paris", " Paris", "Rome", ".", "#1"], Worded(), 64)
+    others = targets.spaced(found, Worded())
+    assert {one.typed: other for one, other in others.items()} == {"Paris": 2}
+    (said,) = targets.notes(others, [0, 1.0, 2.0, 0, 0])
+    assert said.startswith('"Paris" was taken without a space before it; " Paris", typed with the space, is another token')
+    assert targets.notes(others, [0, 2.0, 1.0, 0, 0]) == ()
+
+
+def test_a_first_piece_is_not_told_of():
+    assert targets.spaced(targets.resolve(["Berlin"], Worded(), 64, prefix=True), Worded()) == {}
+
+
+def test_the_hint_of_several_pieces_names_the_word_that_is_one():
+    with pytest.raises(UsageError) as caught:
+        targets.resolve(["Berlin"], Worded(), 64)
+    assert caught.value.hint.startswith('with a space before it, " Berlin", it is one token; ')
+    with pytest.raises(UsageError) as caught:
+        targets.resolve(["Madrid"], Worded(), 64)
+    assert "it is one token" not in caught.value.hint

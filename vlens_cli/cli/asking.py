@@ -39,12 +39,13 @@ def draw(reply: Reply, pictures: dict[str, Path]) -> None:
         picture.write(reply.body, pictures)
 
 
-def ask(spec: EngineSpec, query: Query, target: Path | None, how: Asking, check: Callable[[], None] = lambda: None
-        ) -> Reply:
-    """The engine's reply; its tensors go into `target`, whole or not at all. `check` is `client.ask`'s."""
+def ask(spec: EngineSpec, query: Query, target: Path | None, how: Asking, check: Callable[[], None] = lambda: None,
+        notes: bool = True) -> Reply:
+    """The engine's reply; its tensors go into `target`, whole or not at all. `check` is `client.ask`'s; `notes`
+    `output.progress`'s."""
     from vlens_cli.daemon import client
 
-    with output.progress() as show:
+    with output.progress(notes) as show:
         if target is None:
             return client.ask(spec, query, show, None, how, check)
         with output.whole_file(target) as file:

@@ -70,11 +70,18 @@ def _report(named: str | None) -> dict[str, Any]:
     findings = [*_python(), *_packages(), *_engine_imports(), *_memory(), *_settings(), *_hub(), *_runtime(), *_demo()]
     proofs: list[dict[str, Any]] = []
     findings += _model(named, proofs)
+    findings = _once(findings)
     return {
         "schema_version": SCHEMA_VERSION, "command": "doctor", "vlens": __version__,
         "ok": all(one.state != "problem" for one in findings),
         "findings": [one._asdict() for one in findings], "proofs": proofs,
     }
+
+
+def _once(findings: list[Finding]) -> list[Finding]:
+    """Without the problems that an earlier one has said: a config file that is wrong stops whoever reads it."""
+    said = {one.found: one for one in reversed(findings) if one.state == "problem"}
+    return [one for one in findings if one.state != "problem" or said[one.found] is one]
 
 
 # The installation
@@ -223,7 +230,11 @@ def _runtime() -> Iterator[Finding]:
 def _demo() -> Iterator[Finding]:
     from vlens_cli import models
 
-    folder = models.at_hand(models.DEMO)
+    try:
+        folder = models.at_hand(models.DEMO)
+    except VlensError as fault:
+        yield Finding("demo model", "problem", fault.message, fault.hint)
+        return
     if folder is not None and models.is_whole(folder):
         yield Finding("demo model", "ok", str(folder))
     else:
@@ -326,7 +337,8 @@ def _captured(spec: Any, model: Model, file: Path, how: Any) -> dict[str, Any]:
     refused = {name for proof in launch.proofs(model.folder) if proof["fingerprint"] == engine for name in proof["refused"]}
     prompt = Prompt(text=CHECK_TEXT) if _has_tokenizer(model.folder) else Prompt(tokens=_spread(catalog.dims.d_vocab))
     hooks = tuple(name for name in catalog.names if name not in refused)
-    return asking.ask(spec, CaptureQuery(prompts=(prompt,), hooks=hooks), file, how).body
+    # How large a file will be is of interest where the user has named it.
+    return asking.ask(spec, CaptureQuery(prompts=(prompt,), hooks=hooks), file, how, notes=False).body
 
 
 def _has_tokenizer(folder: Path) -> bool:

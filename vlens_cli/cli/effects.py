@@ -131,7 +131,7 @@ def _blocks(grid: picture.Grid) -> Iterator[picture.Grid]:
         yield grid
         return
     free = shutil.get_terminal_size().columns - max(map(len, grid.rows))
-    widths = [2 + max(len(label), *(len(picture.value(row[c])) + 3 for row in grid.values))
+    widths = [2 + max(len(label), *(len(grid.text(row[c])) + 3 for row in grid.values))
               for c, label in enumerate(grid.columns)]
     begin = used = 0
     for c, width in enumerate(widths):
@@ -175,7 +175,7 @@ def _cell(one: picture.Map, value: picture.Value, shades: str) -> Text:
     mark = shades[level - 1] + ("+" if shade > 0 else "-") if level else "  "
     fill = picture.colour(shade)
     style = Style(color=picture.ink(fill), bgcolor=Color.from_rgb(*fill))
-    return Text(f"{picture.value(value)} {mark}", style=style)
+    return Text(f"{one.grid.text(value)} {mark}", style=style)
 
 
 def _utf8() -> bool:

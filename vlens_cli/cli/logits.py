@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +13,7 @@ import click
 from vlens_cli import hooks, lens, models
 from vlens_cli.cli import asking, complete, options, output, render
 from vlens_cli.errors import PromptError, UsageError
+from vlens_cli.units import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
     from vlens_cli.query import LogitsQuery
 
+# Rows of an attribution's table; those of a large model's heads are thousands.
+SHOWN_PARTS = 20
 # From here on a token is drawn in the next colour: probabilities in the lens' table.
 SHADES = ((0.9, "bold green"), (0.5, "green"), (0.1, "yellow"), (0.0, "dim"))
 
@@ -70,6 +74,7 @@ class Typed(NamedTuple):
     loss: bool
     lens: tuple[str, ...]
     attribution: bool
+    every: bool
     values: bool
     svg: str | None
     html: str | None
@@ -114,6 +119,8 @@ class Typed(NamedTuple):
               "--lens=POINTS cannot be taken for a prompt.")
 @click.option("--attribution", is_flag=True, help="What the embedding, every sublayer and every head add to the logit of "
               "the targets, or to the difference, with the final norm's scale as it is.")
+@click.option("--all", "every", is_flag=True, help=f"A row for each part of --attribution in the table, not for the {SHOWN_PARTS} "
+              "largest.")
 @click.option("--values", is_flag=True, help="Print every logit.")
 @options.pictures
 @options.interventions
@@ -142,7 +149,7 @@ def command(**typed: Any) -> None:
     spec = options.spec(model, asked._asdict())
     reply = asking.ask(spec, query, target, how, partial(_check_model, query, model.config))
     asking.draw(reply, pictures)
-    asking.show(reply, target, as_json, table)
+    asking.show(reply, target, as_json, partial(table, every=asked.every))
 
 
 def _check(asked: Typed) -> None:
@@ -157,6 +164,8 @@ def _check(asked: Typed) -> None:
     if asked.attribution and not (asked.targets or asked.diff):
         raise UsageError("--attribution explains a logit, and none is named",
                          hint='--target " Paris", or --diff " Paris" " Rome"')
+    if asked.every and not asked.attribution:
+        raise UsageError("--all is for the table of --attribution, and that is not given", hint="add --attribution")
     if asked.target_prefix and not (asked.targets or asked.diff):
         raise UsageError("--target-prefix is for --target and --diff, and neither is given")
 
@@ -204,8 +213,9 @@ def _check_model(query: LogitsQuery, config: dict[str, Any]) -> None:
 # The reply as tables
 
 
-def table(body: dict[str, Any]) -> str:
-    """The reply of `vlens logits`: for each prompt a table with a row a position, then what else was asked."""
+def table(body: dict[str, Any], every: bool = False) -> str:
+    """The reply of `vlens logits`: for each prompt a table with a row a position, then what else was asked; `every` part of
+    an attribution, or the largest."""
     model = body["model"]
     parts: list[Any] = [render.line(render.visible(f"{model['name']} ({model['family']}, {model['dtype']})"))]
     for place, prompt in enumerate(body["prompts"]):
@@ -219,7 +229,7 @@ def table(body: dict[str, Any]) -> str:
         for title, of in _lens_tables(prompt):
             parts += [render.line(), render.line(f"lens: {title}", "bold"), _lens(prompt["lens"], pieces, of)]
         for one in prompt.get("attribution", []):
-            parts += [render.line(), *_attribution(one, pieces)]
+            parts += [render.line(), *_attribution(one, pieces, every)]
     return render.draw(*parts)
 
 
@@ -295,16 +305,44 @@ def _shade(prob: float | str) -> str:
     return next((style for least, style in SHADES if isinstance(prob, float) and prob >= least), "red")
 
 
-def _attribution(one: dict[str, Any], pieces: dict[int, str]) -> list[Any]:
-    """What every part adds, the largest first."""
+class Part(NamedTuple):
+    """A row of an attribution's table: a part of the sum, or a head, which is a share of one."""
+
+    name: str
+    value: float | str
+    share: bool = False
+
+
+def _attribution(one: dict[str, Any], pieces: dict[int, str], every: bool) -> list[Any]:
+    """What the parts add, the largest first; of many the largest alone, and the others together, so that it adds up."""
     names = [_text(t) for t in one.get("diff") or [one["target"]]]
     title = f"what makes the {one['of']} of {' - '.join(names)} at pos {one['pos']} {pieces.get(one['pos'], '')}"
-    shown = [(part["hook"], part["value"], "") for part in one["parts"]]
-    shown += [(f"{part['hook'].replace('hook_attn_out', 'attn')} head {h}", value, "share of its attn_out")
-              for part in one["parts"] for h, value in enumerate(part.get("heads", []))]
-    shown.sort(key=lambda row: -abs(row[1]) if isinstance(row[1], float) else 0)
-    shares = any("heads" in part for part in one["parts"])
-    rows = [("sum", one["sum"], "without the heads, which their attn_out holds" if shares else ""), ("constant (biases)", one["constant"], ""), *shown]
+    parts = _parts(one)
+    n_shown = len(parts) if every else SHOWN_PARTS
+    sum_note = "without the heads, which their attn_out holds" if any(part.share for part in parts) else ""
+    rows = [("sum", one["sum"], sum_note), ("constant (biases)", one["constant"], ""),
+            *((part.name, part.value, "share of its attn_out" if part.share else "") for part in parts[:n_shown]),
+            *_left_out(parts[n_shown:])]  # fmt: skip
     table = render.table([("part", "left"), ("adds", "right"), ("", "left")],
                          [(name, render.number(value), note) for name, value, note in rows])
     return [render.line(f"{title}: {render.number(one['logit'])}", "bold"), table]
+
+
+def _parts(one: dict[str, Any]) -> list[Part]:
+    """The largest first; a head by the name under which it is read and changed."""
+    found = [Part(part["hook"], part["value"]) for part in one["parts"]]
+    found += [Part(f"{part['hook'].replace('hook_attn_out', 'attn.hook_z')}[head={h}]", value, share=True)
+              for part in one["parts"] for h, value in enumerate(part.get("heads", []))]
+    # What is not finite stands in the reply as a text; it must be seen.
+    return sorted(found, key=lambda part: -math.inf if isinstance(part.value, str) else -abs(part.value))
+
+
+def _left_out(parts: list[Part]) -> Iterator[tuple[str, float, str]]:
+    """A row for those that have none."""
+    summed = [part.value for part in parts if not part.share]
+    heads = len(parts) - len(summed)
+    what = [counted(n, word) for n, word in ((len(summed), "part"), (heads, "head")) if n]
+    if parts:
+        value = sum(value if isinstance(value, float | int) else math.nan for value in summed)
+        note = f"{' and '.join(what)} more" + (", added without the heads" if heads and summed else "")
+        yield "the others", value, f"{note}; --all shows each"

@@ -70,16 +70,16 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
+def progress(notes: bool = True) -> Iterator[Callable[[str], None]]:
     """A function that shows what is waited for, in one line of the terminal that is gone afterwards; where a line cannot be
-    taken back, or nobody watches, it does nothing. What begins with `note: ` is said and stays, anywhere."""
+    taken back, or nobody watches, it does nothing. What begins with `note: ` is said and stays, anywhere, if `notes`."""
     tty = talks_to_a_person() and os.environ.get("TERM") != "dumb"
     # A copy of the descriptor: the client points the original elsewhere while the engine talks.
     with os.fdopen(os.dup(2), "w", encoding=sys.stderr.encoding, errors="backslashreplace") as terminal:
 
         def show(text: str) -> None:
             stays = text.startswith("note: ")
-            if tty or stays:
+            if notes if stays else tty:
                 # Whoever no longer reads it does not end the query.
                 with suppress(OSError):
                     terminal.write("\r\x1b[K" * tty + visible(text) + "\n" * stays)

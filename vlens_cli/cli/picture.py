@@ -19,6 +19,8 @@ CELL_WIDTH, CELL_HEIGHT, FONT = 54, 20, 11
 BAR_WIDTH, BAR_HEIGHT = 14, 120
 # From this ratio of the largest value to the smallest on, a linear scale shows the largest alone.
 LOG_RATIO = 30.0
+# What is smaller than this share of a picture's largest value is rounding, of float32 and of sums in it.
+NOTHING = 1e-5
 LETTER = 0.62 * FONT  # about a monospaced character
 
 Colour = tuple[int, int, int]
@@ -32,11 +34,15 @@ class Grid(NamedTuple):
     columns: list[str]
     values: list[list[Value]]
     span: float  # the largest change from the base
+    scale: float = 0.0  # the largest of what the values are compared with, by absolute value; 0 where each stands for itself
 
     def shade(self, value: Value, base: Value) -> float:
         """How far a value is from the base, from -1 to 1; 0 where there is none."""
         change = _change(value, base)
         return 0.0 if change is None or not self.span else change / self.span
+
+    def text(self, number_: Value) -> str:
+        return value(number_, self.scale)
 
 
 def grid_of(sweep: dict[str, Any]) -> Grid:
@@ -50,7 +56,9 @@ def grid_of(sweep: dict[str, Any]) -> Grid:
     heads = [_label(axes[1], n, sweep) if len(axes) > 1 else sweep["metric"] for n in keep_columns]
     kept = [[values[r][c] for c in keep_columns] for r in keep_rows]
     changes = [abs(change) for row in kept for value in row if (change := _change(value, sweep["base"])) is not None]
-    return Grid(labels, heads, kept, max(changes, default=0.0))
+    compared = (*(value for row in kept for value in row), sweep["base"], sweep["source"])
+    sizes = [abs(value) for value in compared if isinstance(value, float | int) and math.isfinite(value)]
+    return Grid(labels, heads, kept, max(changes, default=0.0), max(sizes, default=0.0))
 
 
 def _change(value: Value, base: Value) -> float | None:
@@ -91,10 +99,12 @@ def title(sweep: dict[str, Any]) -> str:
     return f"{what}, patched at {visible(', '.join(sweep['hooks']))}; {ends}"
 
 
-def value(number_: Value) -> str:
-    """Three significant digits."""
+def value(number_: Value, scale: float = 0.0) -> str:
+    """Three significant digits; of what is nothing beside `scale`, the digits that a number of that size has."""
     if number_ is None or isinstance(number_, str) or not math.isfinite(number_):
         return "" if number_ is None else number(number_)
+    if 0 < abs(number_) < NOTHING * scale:
+        return f"{0:.{max(0, 2 - math.floor(math.log10(scale)))}f}" if scale > NOTHING else "0"
     return f"{number_:.3g}"
 
 
@@ -116,7 +126,7 @@ class Map(NamedTuple):
         return self.grid.shade(_scaled(value, self.log), _scaled(self.base, self.log))
 
     def text(self, r: int, c: int) -> str:
-        return self.texts[r][c] if self.texts else value(self.grid.values[r][c])
+        return self.texts[r][c] if self.texts else self.grid.text(self.grid.values[r][c])
 
 
 class Bars(NamedTuple):

@@ -235,10 +235,8 @@ def heading(prompt: dict[str, Any], place: int, n_prompts: int) -> str:
 
 def _title(name: str, hook: dict[str, Any]) -> str:
     shape = ", ".join(f"{axis} {size}" for axis, size in zip(hook["axes"], hook["shape"], strict=True))
-    last = "keys" if hook["axes"][-1] == "key" else "dims"
-    chosen = "".join(f"  {shown} {', '.join(map(str, hook[axis]))}"
-                     for axis, shown in (("heads", "heads"), ("dims", last)) if axis in hook)
-    return f"{name}  [{shape}] {hook['dtype']}{chosen}" + ("  (derived)" if hook["derived"] else "")
+    chosen = "".join(f"[{axis}={_ranges(hook[key])}]" for key, axis in (("heads", "head"), ("dims", "dim")) if key in hook)
+    return f"{name}{chosen}  [{shape}] {hook['dtype']}" + ("  (derived)" if hook["derived"] else "")
 
 
 def _hook_table(hook: dict[str, Any], pieces: dict[int, str]) -> Table:
@@ -457,21 +455,21 @@ def axes(entry: dict[str, Any]) -> str:
 
 
 def _weight_title(entry: dict[str, Any]) -> str:
-    chosen = "".join(f"  {f'axis {axis}' if axis.isdigit() else axis} {_ranges(indices)}"
+    chosen = "".join(f"[{'' if axis.isdigit() else f'{axis}='}{_ranges(indices)}]"
                      for axis, indices in entry.get("selected", {}).items())
     how = f", dequantized ({entry['dequantized']})" if "dequantized" in entry else ""
-    return visible(f"{axes(entry)} {entry['dtype']}, from the {entry['source']}{how}{chosen}")
+    return visible(f"{axes(entry)} {entry['dtype']}, from the {entry['source']}{how}" + (f"  {chosen}" if chosen else ""))
 
 
 def _ranges(indices: Sequence[int]) -> str:
-    """`0:10, 12` of indices."""
+    """`0:10,12` of indices, as it is typed in brackets."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][1]:
             runs[-1][1] = index + 1
         else:
             runs.append([index, index + 1])
-    return ", ".join(str(first) if last == first + 1 else f"{first}:{last}" for first, last in runs)
+    return ",".join(str(first) if last == first + 1 else f"{first}:{last}" for first, last in runs)
 
 
 def _weight_table(entries: list[dict[str, Any]]) -> Table:

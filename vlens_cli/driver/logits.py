@@ -53,11 +53,12 @@ class Asked:
 @dataclass
 class Read:
     """What was read of one prompt so far: an object a position, the loss of each row that has a next token, an object a
-    position of each point of the lens, what each part of the stream adds."""
+    position of each point of the lens, what each part of the stream adds; what the last position's logits say of the targets."""
 
     positions: list[dict[str, Any]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     lens: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     attribution: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -77,7 +78,7 @@ def answer(session: Session, query: LogitsQuery, progress: Progress, into: Binar
     asked = [replace(a, edits=edits) for a, edits in zip(asked, edited.edits, strict=True)]
     if query.attribution:
         attribution.check_edits(asked[0].edits)
-    reader = Reader(session, query, [t.id for t in chosen], [t.id for t in pair], progress)
+    reader = Reader(session, query, chosen, pair, progress)
     results, seconds = session.run([Request(a.fed.ids, a.wants, edits=a.edits) for a in asked], progress)
     began = time.monotonic()
     explained = _explained(chosen, pair) if query.attribution else []
@@ -97,7 +98,8 @@ def answer(session: Session, query: LogitsQuery, progress: Progress, into: Binar
     body = {"schema_version": SCHEMA_VERSION, "command": "logits", "vlens": __version__, "model": session.model_body(),
             "targets": [t.body() for t in chosen], "diff": [t.body() for t in pair] or None, "prompts": prompts,
             "seconds": {"forward": round(seconds, 6), "readout": round(time.monotonic() - began, 6)}}
-    notes = [*session.plan.notes, *(note for f in fed for note in f.notes), *edited.notes]
+    notes = [*session.plan.notes, *(note for f in fed for note in f.notes), *edited.notes,
+             *(note for read in reads for note in read.notes)]
     return Reply(body, tuple(dict.fromkeys(notes)), saved)
 
 
@@ -144,15 +146,16 @@ def _size(session: Session, asked: Sequence[Asked]) -> int:
 class Reader:
     """Unembeds captured rows and reads statistics off them."""
 
-    def __init__(self, session: Session, query: LogitsQuery, targets: list[int], diff: list[int],
-                 progress: Progress) -> None:
+    def __init__(self, session: Session, query: LogitsQuery, chosen: Sequence[targets.Target],
+                 diff: Sequence[targets.Target], progress: Progress) -> None:
         """Raises HookError where this engine's logits failed the proof at load."""
         self.session = session
         self._driver = session.driver(progress)
         self._driver.check_readable(LOGITS)
         self.query = query
-        self._targets = targets
-        self._diff = diff
+        self._targets = [target.id for target in chosen]
+        self._diff = [target.id for target in diff]
+        self._spaced = targets.spaced([*chosen, *diff], session.tokens)
 
     def pieces(self, asked: Asked, result: Result, read: Read) -> Iterator[torch.Tensor]:
         """The logits of the asked positions, [pos, d_vocab] in pieces; what is read off them goes into `read`."""
@@ -169,6 +172,7 @@ class Reader:
             if kept:
                 shown = whole if len(kept) == len(rows) else whole.only(kept)
                 read.positions += self._entries(shown, [rows[n] for n in kept], self.query.values)
+                read.notes = targets.notes(self._spaced, shown.logits[-1])
                 yield shown.logits
 
     def _unembedded(self, asked: Asked, result: Result) -> Iterator[torch.Tensor]:

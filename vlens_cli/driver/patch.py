@@ -74,6 +74,7 @@ def _compare(session: Session, query: PatchQuery, fed: Sequence[Fed], asked: Seq
                 for f, patched in zip(fed, edited.edits, strict=True) for edits in ((), patched)]
     results, more = session.run(requests, progress)
     prompts, kept = [], []
+    spaced = targets.spaced(asked, session.tokens)
     for n, f in enumerate(fed):
         base, patched = results[2 * n : 2 * n + 2]
         source = sources[plan.source_of(n)] if sources else None
@@ -86,7 +87,8 @@ def _compare(session: Session, query: PatchQuery, fed: Sequence[Fed], asked: Seq
             **({"source_tokens": token_rows(plan.sources[plan.source_of(n)])} if source else {}),
             "effect": _effect({name: row_of(run) for name, run in runs.items()}, asked, metric),
         })
-    notes = (*session.plan.notes, *(note for f in fed for note in f.notes), *edited.notes, *beyond(edited, fed))
+    notes = (*session.plan.notes, *(note for f in fed for note in f.notes), *edited.notes, *beyond(edited, fed),
+             *(note for runs in kept for note in targets.notes(spaced, row_of(runs["base"]))))
     body = head(session) | {"prompts": prompts, "seconds": {"forward": round(seconds + more, 6)}}
     saved = None if into is None else _save(session, query, fed, kept, prompts, into)
     return Reply(body, tuple(dict.fromkeys(notes)), saved)

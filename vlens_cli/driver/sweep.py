@@ -88,7 +88,9 @@ def answer(session: Session, query: PatchQuery, fed: Sequence[Fed], asked: Seque
         }],
         "sweep": found, "seconds": {"forward": round(seconds + more, 6)},
     }
-    notes = (*session.plan.notes, *sweep.fed.notes, *ends.edited.notes, *notes)
+    spaced = targets.spaced(asked, session.tokens)
+    notes = (*session.plan.notes, *sweep.fed.notes, *ends.edited.notes, *notes,
+             *targets.notes(spaced, patch.row_of(ends.base)))
     return Reply(body, tuple(dict.fromkeys(notes)), None if into is None else _save(session, into, sweep, ends, found))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vlens_cli import hooks
 from vlens_cli.driver.tokens import Tokens
 from vlens_cli.errors import UsageError
 
@@ -40,6 +41,28 @@ def of_id(token: int, tokens: Tokens) -> Target:
     return Target(f"#{token}", token, tokens.text_of(token), _pieces([token], tokens))
 
 
+def spaced(found: Sequence[Target], tokens: Tokens) -> dict[Target, int]:
+    """Words that were typed without a space before them, and are one token with it as well: that token's id. Inside a
+    sentence it is most often the one that was meant."""
+    others = {one: _spaced(one.typed, tokens) for one in found if len(one.pieces) == 1}
+    return {one: other for one, other in others.items() if other is not None}
+
+
+def notes(others: dict[Target, int], logits: Sequence[float]) -> tuple[str, ...]:
+    """A line for each of `spaced`'s whose other token has the larger of the `logits` [d_vocab]."""
+    return tuple(f"{hooks.quoted(one.typed)} was taken without a space before it; {hooks.quoted(f' {one.typed}')}, typed with the space, is "
+                 "another token, and likelier after the prompt"
+                 for one, other in others.items() if other < len(logits) and logits[other] > logits[one.id])
+
+
+def _spaced(typed: str, tokens: Tokens) -> int | None:
+    """The one token of a word with a space before it, where that is another."""
+    if not typed[:1].isalnum():
+        return None
+    alone, ids = (list(tokens.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (typed, f" {typed}"))
+    return ids[0] if len(ids) == 1 and ids != alone else None
+
+
 def _target(typed: str, tokens: Tokens, d_vocab: int, prefix: bool) -> Target:
     if re.fullmatch(r"#[0-9]{1,15}", typed):
         if int(typed[1:]) >= d_vocab:
@@ -51,8 +74,10 @@ def _target(typed: str, tokens: Tokens, d_vocab: int, prefix: bool) -> Target:
     pieces = _pieces(ids, tokens)
     if len(ids) > 1 and not prefix:
         shown = " ".join(f'"{piece}"' for piece in pieces)
+        spaced = _spaced(typed, tokens)
+        meant = f"with a space before it, {hooks.quoted(f' {typed}')}, it is one token; " if spaced is not None else ""
         raise UsageError(f"a target is one token, and {typed!r} has {len(ids)}: {shown}", code="target_pieces",
-                         hint="--target-prefix takes the first for the whole; the space before a word is part of it")
+                         hint=f"{meant}--target-prefix takes the first for the whole; the space before a word is part of it")
     return Target(typed, ids[0], tokens.text_of(ids[0]), pieces)
 
 
