@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -213,11 +214,12 @@ def home_ended(home: runtime.Home) -> str:
     if status is None:
         return ""
     # Its connections close a moment before it can be waited for.
-    _gone(status, SILENCE)
-    try:
-        pid, state = os.waitpid(status.pid, os.WNOHANG)
-    except ChildProcessError:
-        pid = 0
+    deadline = time.monotonic() + SILENCE
+    pid = 0
+    with suppress(ChildProcessError):
+        while not pid and time.monotonic() < deadline:
+            pid, state = os.waitpid(status.pid, os.WNOHANG)
+            time.sleep(0.01)
     return how_ended(os.waitstatus_to_exitcode(state)) if pid else "its process was killed, or crashed"
 
 

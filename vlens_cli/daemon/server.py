@@ -37,6 +37,7 @@ BACKLOG = 128
 FIRST_QUERY = 60.0
 # How long a reply to a slow reader may take.
 REPLY_PATIENCE = 60.0
+NEXT_HINT = "the next command starts a new one"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -121,7 +122,9 @@ class Server:
         """Tell whose query was running when this process was told to end, and those who wait."""
         self.close()
         if self._running:
-            self._running[0].events.put(_error(_stopped()))
+            started = self._session is not None and self._session.started
+            self._running[0].events.put(_error(_stopped() if started else StartError(
+                "the engine was stopped while it started", hint=NEXT_HINT, code="engine_stopped")))
         self._send_away(1.0)
 
     def _send_away(self, patience: float = REPLY_PATIENCE) -> None:
@@ -373,8 +376,7 @@ def _skew(frame: dict[str, Any]) -> str:
 
 
 def _stopped() -> QueryError:
-    return QueryError("the engine was stopped during the query", code="engine_stopped",
-                      hint="the next command starts a new one")
+    return QueryError("the engine was stopped during the query", hint=NEXT_HINT, code="engine_stopped")
 
 
 def _error(error: VlensError) -> dict[str, Any]:
