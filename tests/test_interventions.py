@@ -286,3 +286,10 @@ def test_paths_are_replaced_and_nothing_else():
     assert str(with_paths(one, "/a b/".__add__)) == f'{MLP}[pos=1] += 2 * mean("/a b/x.safetensors":k)'
     assert interventions.files([one, one, parse(f"{MLP} = 0")]) == ["x.safetensors"]
     assert with_paths(parse(f"{MLP} = [1]"), str.upper) == parse(f"{MLP} = [1]")
+
+
+@pytest.mark.parametrize("text", ["blocks.5.hook_mlp_out=0", "blocks.5.hook_mlp_out= 0", "blocks.5.hook_mlp_out =0"])
+def test_a_missing_space_is_put_in_by_the_hint(text):
+    with pytest.raises(HookError) as caught:
+        parse(text)
+    assert caught.value.hint == "blocks.5.hook_mlp_out = 0"

@@ -165,15 +165,21 @@ def _read_op(reader: Reader) -> str:
     at = reader.at
     if not reader.take(r"\s+"):
         if reader.at < len(reader.text) and reader.text[at] in "=+-*/":
-            raise reader.fault("white space is needed before the operator")
+            raise reader.fault("white space is needed before the operator", hint=_with_spaces(reader.text, at))
         raise reader.fault("expected a space and one of = += -= *=", hint="such as: blocks.5.hook_mlp_out = 0")
     at = reader.at
     op = reader.take(r"[+\-*/|&^%:=<>!~@]+")
     if op not in OPS:
         raise reader.fault(f"there is no operator {op}: one of = += -= *=" if op else "expected one of = += -= *=", at)
     if not reader.take(r"\s+") and reader.at < len(reader.text):
-        raise reader.fault("white space is needed after the operator")
+        raise reader.fault("white space is needed after the operator", hint=_with_spaces(reader.text, at))
     return op
+
+
+def _with_spaces(text: str, at: int) -> str:
+    """What was meant, as it is typed: `at` is where the operator stands."""
+    found = re.match(r"([+\-*]?=)\s*(.+)", text[at:])
+    return f"{text[:at].rstrip()} {found[1]} {found[2]}" if found else ""
 
 
 def _read_value(reader: Reader) -> Value:

@@ -112,7 +112,7 @@ def test_an_error_is_a_message_then_a_hint(shell):
         (["capture", "--hok", "x", "hello"], "there is no option: --hok", "did you mean --hook"),
         (["capture", "--layer", "3", "hello"], "there is no option: --layer", "blocks.3."),
         (["capture", "--hook"], "option '--hook' requires an argument", "`vlens capture --help`"),
-        (["capture", "hello"], "missing option '--hook'", "`vlens capture --help`"),
+        (["capture", "hello"], "no hook point is named", "--hook blocks.3.hook_resid_post; `vlens hooks` lists"),
         (["capture", "--hook", "hook_embed", "-5 degrees"], "there is no option: -5", "goes after `--`"),
         (["capture", "--hook", "hook_embed", "--dtype", "int8", "x"], "'int8' is not one of", "`vlens capture --help`"),
         (["capture", "--hook", "hook_embed", "--chunk", "0", "x"], "--chunk", "`vlens capture --help`"),
@@ -331,3 +331,8 @@ def test_module_and_script_are_one(shell):
     code = "import sys; sys.argv[0] = 'x'; from vlens_cli.cli.main import main; main(['capture', '-h'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == shell.real("capture", "-h").stdout
+
+
+def test_the_engine_command_alone_prints_its_help(shell):
+    done = shell.real("engine")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout == shell.real("engine", "--help").stdout

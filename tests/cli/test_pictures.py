@@ -200,9 +200,9 @@ def sweep_of(*rows: list, base: float = 0.0, source: float = 1.0) -> dict:
 
 
 def test_what_is_nothing_beside_the_others_is_shown_with_their_digits():
-    body = {"command": "patch", "vlens": "0.1.0", "model": MODEL, "sweep": sweep_of([5e-7, 0.00134], [0.0, -0.7])}
+    body = {"command": "patch", "vlens": "0.1.0", "model": MODEL, "sweep": sweep_of([5e-7, 0.00134], [0.0, -0.7], source=0.7)}
     (one,) = picture.maps_of(body)
-    assert [[one.text(r, c) for c in (0, 1)] for r in (0, 1)] == [["0.00", "0.00134"], ["0", "-0.7"]]
+    assert [[one.text(r, c) for c in (0, 1)] for r in (0, 1)] == [["0.000", "0.00134"], ["0", "-0.7"]]
     assert "layer 0, " in said(body)[0] and said(body)[0].endswith(": 5e-07")
     table = "".join(part.plain if hasattr(part, "plain") else effects.render.draw(part) for part in effects.heat_map(one, ""))
     assert "5e-07" not in table and "0.00134" in table

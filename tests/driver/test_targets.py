@@ -77,12 +77,16 @@ class Worded:
 
 
 def test_a_word_without_its_space_is_told_of_where_the_other_is_likelier():
-    found = targets.resolve(["Paris", " Paris", "Rome", ".", "#1"], Worded(), 64)
+    found = targets.resolve(["Paris", "Rome", ".", "#3"], Worded(), 64)
     others = targets.spaced(found, Worded())
     assert {one.typed: other for one, other in others.items()} == {"Paris": 2}
     (said,) = targets.notes(others, [0, 1.0, 2.0, 0, 0])
     assert said.startswith('"Paris" was taken without a space before it; " Paris", typed with the space, is another token')
     assert targets.notes(others, [0, 2.0, 1.0, 0, 0]) == ()
+
+
+def test_who_asks_for_both_is_not_told():
+    assert targets.spaced(targets.resolve(["Paris", " Paris"], Worded(), 64), Worded()) == {}
 
 
 def test_a_first_piece_is_not_told_of():

@@ -16,14 +16,17 @@ if TYPE_CHECKING:
     from vlens_cli.daemon.runtime import Home
 
 
-@click.group("engine", context_settings={"help_option_names": ["-h", "--help"]})
-def command() -> None:
+@click.group("engine", invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.pass_context
+def command(ctx: click.Context) -> None:
     """The resident engines: start, status, sleep, stop, log.
 
     \b
     vlens engine status
     vlens engine stop
     """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 @command.command("start")

@@ -161,6 +161,9 @@ def _translated(raised: Exception, path: str) -> VlensError:
                 f"`{path} --help` lists what it takes")
             hint = _ELSEWHERE.get(raised.option_name, hint)
             return UsageError(f"there is no option: {raised.option_name}", hint=hint, code="unknown_option")
+        case click.MissingParameter() if raised.param is not None and "--hook" in raised.param.opts:
+            return UsageError("no hook point is named", hint="--hook blocks.3.hook_resid_post; `vlens hooks` lists those of the model",
+                              code="no_hook")
         case click.ClickException():
             message = raised.format_message().rstrip(".")
             return UsageError(message[:1].lower() + message[1:], hint=f"`{path} --help` lists what it takes")

@@ -19,8 +19,8 @@ CELL_WIDTH, CELL_HEIGHT, FONT = 54, 20, 11
 BAR_WIDTH, BAR_HEIGHT = 14, 120
 # From this ratio of the largest value to the smallest on, a linear scale shows the largest alone.
 LOG_RATIO = 30.0
-# What is smaller than this share of a picture's largest value is rounding, of float32 and of sums in it.
-NOTHING = 1e-5
+# What is smaller than this share of a sweep's largest value is shown as nothing: it is rounding, or of no effect.
+NOTHING = 1e-4
 LETTER = 0.62 * FONT  # about a monospaced character
 
 Colour = tuple[int, int, int]
@@ -104,7 +104,7 @@ def value(number_: Value, scale: float = 0.0) -> str:
     if number_ is None or isinstance(number_, str) or not math.isfinite(number_):
         return "" if number_ is None else number(number_)
     if 0 < abs(number_) < NOTHING * scale:
-        return f"{0:.{max(0, 2 - math.floor(math.log10(scale)))}f}" if scale > NOTHING else "0"
+        return f"{0:.{max(0, 2 - math.floor(math.log10(scale)))}f}" if scale >= NOTHING else "0"
     return f"{number_:.3g}"
 
 

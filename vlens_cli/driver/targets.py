@@ -42,10 +42,11 @@ def of_id(token: int, tokens: Tokens) -> Target:
 
 
 def spaced(found: Sequence[Target], tokens: Tokens) -> dict[Target, int]:
-    """Words that were typed without a space before them, and are one token with it as well: that token's id. Inside a
-    sentence it is most often the one that was meant."""
+    """Words that were typed without a space before them, and are one token with it as well: that token's id, unless
+    it is asked too. Inside a sentence it is most often the one that was meant."""
     others = {one: _spaced(one.typed, tokens) for one in found if len(one.pieces) == 1}
-    return {one: other for one, other in others.items() if other is not None}
+    asked = {None, *(one.id for one in found)}
+    return {one: other for one, other in others.items() if other not in asked}
 
 
 def notes(others: dict[Target, int], logits: Sequence[float]) -> tuple[str, ...]:
