@@ -97,6 +97,18 @@ def test_requests_are_in_flight_together_while_there_is_room_and_one_that_is_ask
     assert max(together) == 3 and together[-1] == 1 and flow._needed == [0, 0]
 
 
+def test_the_op_runs_only_where_the_tables_say_something(driver, monkeypatch):
+    tables, ran = worker_of(driver)._taps.tables, set()
+
+    def run(all_tables, site, *tensors, run=tables._run):
+        ran.add(tables.sites[site].name)
+        run(all_tables, site, *tensors)
+
+    monkeypatch.setattr(tables, "_run", run)
+    driver.run([Request(tuple(LONG), {POST: Want()}, 3, (Edit("blocks.0.hook_mlp_out", (4,), value=1.0),))])
+    assert ran == {POST, "blocks.0.hook_mlp_out"}
+
+
 def test_an_engine_step_of_nothing_does_not_begin_one(driver, monkeypatch):
     """vLLM's V2 runner forms logits in `sample_tokens`, which nobody calls after a step without rows: its last, if steps are
     scheduled ahead."""
