@@ -606,12 +606,14 @@ def _near_hint(glob: str, weights: Weights) -> str:
 
 
 def near_names(typed: str, names: Sequence[str]) -> list[str]:
-    """Up to three names like the one typed, with its own numbers."""
+    """Up to three names like the one typed, with its own numbers; first those that differ in case alone."""
     from difflib import get_close_matches
 
     numbers = re.findall(r"(?<=\.)\d+(?=\.)", typed)
     folded = {fold(name): name for name in reversed(names)}
-    close = get_close_matches(fold(typed), folded, n=3, cutoff=0.6)
+    asked = fold(typed)
+    same = [name for name in folded if f".{name}".lower().endswith(f".{asked}".lower())]
+    close = list(dict.fromkeys([*same, *get_close_matches(asked, folded, n=3, cutoff=0.6)]))[:3]
     with_numbers = (_with_numbers(each, numbers) for each in close)
     return list(dict.fromkeys(name if name in names else folded[each]
                               for each, name in zip(close, with_numbers, strict=True)))

@@ -105,6 +105,12 @@ def test_models(monkeypatch, tmp_path, fresh):
     assert finding.state == "problem" and "OddForCausalLM" in finding.found
 
 
+def test_a_default_model_that_nothing_will_fetch_is_a_problem(monkeypatch, tmp_path, fresh):
+    monkeypatch.setenv("VLENS_MODEL", f"{tmp_path}/gone")
+    finding = one(doctor._model(None, []), "model")
+    assert finding.state == "problem" and f"{tmp_path}/gone" in finding.found
+
+
 def test_a_model_named_twice_is_refused(shell):
     done = shell.real("doctor", "a", "-m", "b")
     assert done.returncode == 2 and "the model is named twice" in done.stderr

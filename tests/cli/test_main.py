@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from vlens_cli import __version__
+from vlens_cli import __version__, env as settings
 from vlens_cli.cli.main import COMMANDS, cli
 
 HEAVY = ("torch", "numpy", "vllm", "transformers", "huggingface_hub", "safetensors")
@@ -210,6 +210,13 @@ def test_no_number_breaks_or_goes_on_a_narrow_terminal(shell, hook, columns):
     shown = on_terminal(shell, "capture", "--hook", hook, "hello", env={"COLUMNS": str(columns), "NO_COLOR": "1"})
     for number in (b"-Infinity", b"1e-30", b"0.333333", b'" \\x1b[31m[bold]\\u202e\\n"'):
         assert shown.count(number) == 3, shown.decode()
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_no_word_of_the_settings_is_cut_on_a_narrow_terminal(shell, columns):
+    shown = on_terminal(shell, "config", env={"COLUMNS": str(columns), "NO_COLOR": "1"}).decode()
+    words = {word for one in settings.VARIABLES for word in one.meaning.split()}
+    assert words <= set(shown.split())
 
 
 # Streams that end

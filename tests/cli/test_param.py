@@ -251,6 +251,7 @@ def test_a_list_by_pattern_and_as_a_table(shell, folder):
     ("name", "parts"),
     [
         ("blocks.0.attn.b_Q", ["this model has no blocks.0.attn.b_Q", "q_proj.bias", "blocks.0.attn.W_Q"]),
+        ("w_q", ["did you mean blocks.0.attn.W_Q"]),
         ("blocks.1.attn.WQ", ["no weight of this model is named", "did you mean blocks.1.attn.W_Q"]),
         ("blocks.2.attn.W_Q", ["there is no layer 2", "0 to 1"]),
         ("model.layers.1.self_attn.q.weight", ["did you mean model.layers.1.self_attn.q_proj.weight"]),

@@ -191,6 +191,7 @@ def test_keep_2_keeps_two_and_ends_the_oldest_for_a_third(vlens):
     assert vlens.capture(VLENS_KEEP="2").pid == first.pid
     third = vlens.capture("hello", "--dtype", "bfloat16", VLENS_KEEP="2")
     assert set(vlens.alive()) == {second.pid, third.pid}
+    assert third.err == f"note: ending the idle engine of {vlens.model}; VLENS_KEEP=3 lets it stay\n" and not second.err
 
 
 def test_a_busy_engine_is_not_ended_for_another(vlens):

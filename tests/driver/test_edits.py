@@ -261,7 +261,7 @@ def test_files_that_do_not_fit(plan, store, tmp_path):
         (f"{MLP} = {path}:none", "numbers a position"),
         (f"{MLP} = {path}:nan", f"{path}:nan holds 1 values that are not finite, the first at [15]"),
         (f"{MLP} = {path}:flags", "holds bool values"),
-        (f"{MLP} = {tmp_path}/text.safetensors", "this is not a safetensors file"),
+        (f"{MLP} = {tmp_path}/text.safetensors", f"this is not a safetensors file: {tmp_path}/text.safetensors"),
         (f"{MLP} = {tmp_path}/gone.safetensors", "gone.safetensors"),
     ):
         with pytest.raises(UsageError) as caught:

@@ -50,7 +50,7 @@ def _value(key: str, found: list[env.Setting]) -> str:
 def _table(body: dict[str, Any]) -> str:
     from vlens_cli.cli.render import draw, line, table, visible
 
-    columns = [("key", "left"), ("value", "fold"), ("from", "fold"), ("variable", "left"), ("meaning", "fold")]
+    columns = [("key", "left"), ("value", "left"), ("from", "left"), ("variable", "left"), ("meaning", "fold")]
     rows = [(one["key"] or "", visible(one["value"]), visible(one["origin"]), one["variable"], one["meaning"])
             for one in body["settings"]]
     files = [line(f"{one['of']} file: {visible(one['path'])}" + ("" if one["exists"] else " (there is none)")) for one in body["files"]]

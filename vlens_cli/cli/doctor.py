@@ -244,12 +244,12 @@ def _demo() -> Iterator[Finding]:
 
 def _model(named: str | None, proofs: list[dict[str, Any]]) -> Iterator[Finding]:
     """The named model, or the default one if it is at hand: whether this version reads it, and what its engine proved."""
-    from vlens_cli import models
+    from vlens_cli import env, models
 
     try:
         if named is None and (folder := models.at_hand(None)) is not None and not models.is_whole(folder):
             return
-        if named is None and folder is None:
+        if named is None and folder is None and models.may_come(env.default_model()[0]):
             yield Finding("model", "note", "the default model is not here; the next command fetches it", "vlens engine start")
             return
         model = models.resolve(named)

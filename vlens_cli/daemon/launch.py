@@ -95,7 +95,7 @@ def make_room(home: runtime.Home, keep: int, show: Show) -> None:
             return
         described = describe(other)
         if described is not None and described["state"] == "idle":
-            show(f"ending the idle engine of {described['model']}")
+            show(f"note: ending the idle engine of {described['model']}; {env.KEEP.name}={keep + 1} lets it stay")
             stop(other)
             others = [one for one in others if one != other]
 

@@ -156,7 +156,8 @@ def _opened(path: str) -> Iterator[Any]:
         with safe_open(path, "pt") as file:
             yield file
     except SafetensorError as fault:
-        raise PathError(f"this is not a safetensors file: {path}: {fault}") from fault
+        raise PathError(f"this is not a safetensors file: {path}: {fault}",
+                        hint="safetensors.torch.save_file({'NAME': tensor}, FILE) writes one, safetensors.numpy.save_file of arrays") from fault
     except OSError as fault:
         raise PathError(f"this file cannot be read, {fault.strerror or fault}: {path}") from fault
 

@@ -53,6 +53,11 @@ def at_hand(asked: str | None) -> Path | None:
     return hub.cached_snapshot(*hub.split_name(named))
 
 
+def may_come(named: str) -> bool:
+    """Whether a model that is not at hand can be fetched or made: no folder can."""
+    return not _looks_like_path(named)
+
+
 def _find(asked: str) -> Model:
     if asked == DEMO:
         return load(_made_demo(), f"{DEMO_NAME} (demo)", None)
