@@ -236,6 +236,8 @@ def _read_config(path: Path) -> dict[str, str]:
         return _checked(path, tomllib.loads(text))
     except tomllib.TOMLDecodeError as fault:
         raise _bad_config(path, _placed(str(fault))) from fault
+    except RecursionError as fault:
+        raise _bad_config(path, "its brackets are too deep") from fault
 
 
 def _checked(path: Path, fields: dict[str, object]) -> dict[str, str]:

@@ -40,6 +40,12 @@ def test_a_project_file_that_is_wrong_stops_with_its_line(shell):
     assert done.returncode == 2 and "vlens.toml, line 2: unknown key modle" in done.stderr
 
 
+def test_a_file_of_endless_brackets_is_refused(shell):
+    (shell.folder / "vlens.toml").write_text("x=" + "[" * 100_000)
+    done = shell.real("config")
+    assert done.returncode == 2 and "vlens.toml, its brackets are too deep" in done.stderr
+
+
 @pytest.mark.parametrize("line, said", [
     ('keep_alive = "soon"', "keep_alive is not a duration: soon"), ("keep_alive = -1", "keep_alive is not a duration: -1"),
     ('keep = "many"', "keep is not a number of engines: many"), ('model = ""', "model is empty"),

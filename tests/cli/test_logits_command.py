@@ -86,6 +86,8 @@ def test_the_lens_may_stand_alone_before_a_prompt(run, args, points):
     (["--diff", "a", "hello"], "there is no prompt: --diff takes two tokens"),
     (["--attribution", "hello"], "none is named"),
     (["--target", "", "hello"], "a target is empty"),
+    (["--target", "\udcff", "hello"], "a target is not UTF-8 text"),
+    (["--diff", "a", "\udcff", "hello"], "a target is not UTF-8 text"),
     (["--target-prefix", "hello"], "neither is given"),
     (["--all", "hello"], "--all is for the table of --attribution"),
     (["--pos", "x", "hello"], "expected a number"),

@@ -270,6 +270,12 @@ def test_a_stream_with_other_parts_is_refused(ask, engines, tiny, monkeypatch):
         ask("llama", SHORT, targets=("#7",), attribution=True, file=False)
 
 
+def test_a_stream_that_is_not_finite_has_no_attribution(ask):
+    edits = Interventions(("blocks.1.hook_mlp_out[pos=-1] *= 1e38", "blocks.1.hook_mlp_out[pos=-1] *= 1e38"))
+    with pytest.raises(QueryError, match="are not all finite"):
+        ask("llama", SHORT, interventions=edits, targets=("#7",), attribution=True, file=False)
+
+
 def test_the_demo_model_and_its_bf16_copy(ask, demo_model, tiny):
     text = spread(40, 49152)
     body, tensors = ask(demo_model, text, loss=True, lens=("resid_post",), targets=("#7", "#300", "#511"), diff=("#7", "#8"),

@@ -156,9 +156,6 @@ def _check(asked: Typed) -> None:
     """What the command line says of itself. Raises UsageError and HookError."""
     if asked.pos is not None:
         hooks.parse_items(asked.pos, "pos")
-    for text in (*asked.targets, *(asked.diff or ())):
-        if not text:
-            raise UsageError("a target is empty", hint='--target " Paris"')
     if (asked.svg or asked.html) and not asked.lens:
         raise UsageError(f"{'--svg' if asked.svg else '--html'} draws the lens, and --lens is not given", hint="add --lens")
     if asked.attribution and not (asked.targets or asked.diff):
@@ -182,9 +179,9 @@ def _query(asked: Typed) -> LogitsQuery:
         prompts=prompts.collect(given, chat=asked.chat, system=asked.system, bos=asked.bos),
         pos=asked.pos,
         top=asked.top,
-        targets=tuple(map(prompts.as_utf8, asked.targets)),
+        targets=prompts.tokens(asked.targets),
         target_prefix=asked.target_prefix,
-        diff=asked.diff or None,
+        diff=prompts.tokens(asked.diff or ()) or None,
         loss=asked.loss,
         lens=tuple(part for text in asked.lens for part in _split(text)),
         attribution=asked.attribution,

@@ -113,7 +113,7 @@ def _query(asked: Typed) -> PatchQuery:
     return PatchQuery(
         prompts=prompts.collect(given, chat=asked.chat, system=asked.system, bos=asked.bos),
         interventions=options.interventions_of(asked, source_is_read=False),
-        targets=tuple(map(prompts.as_utf8, asked.targets)),
+        targets=prompts.tokens(asked.targets),
         target_prefix=asked.target_prefix,
         metric=asked.metric,
         top=asked.top,

@@ -98,7 +98,11 @@ def _arguments(given: Sources) -> Iterator[Prompt]:
             yield _text(text, "the prompt")
 
 
-def as_utf8(text: str) -> str:
+# What Python makes of bytes that are no text.
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _as_utf8(text: str) -> str:
     """An argument that a locale without UTF-8 has let through byte by byte, as the text that was typed."""
     try:
         return os.fsencode(text).decode("utf-8") if any("\udc80" <= char <= "\udcff" for char in text) else text
@@ -106,11 +110,20 @@ def as_utf8(text: str) -> str:
         return text
 
 
+def tokens(texts: Iterable[str]) -> tuple[str, ...]:
+    """Tokens as they were typed. Raises UsageError for what cannot be one."""
+    found = tuple(map(_as_utf8, texts))
+    for text in found:
+        if not text or _SURROGATE.search(text):
+            raise UsageError("a target is not UTF-8 text" if text else "a target is empty", hint='--target " Paris"')
+    return found
+
+
 def _text(text: str, where: str) -> Prompt:
-    text = as_utf8(text)
+    text = _as_utf8(text)
     if not text:
         raise PromptError(f"{where} is empty", hint="type some text, or --tokens with the ids to feed")
-    if any("\ud800" <= char <= "\udfff" for char in text):
+    if _SURROGATE.search(text):
         raise PromptError(f"{where} is not UTF-8 text")
     return Prompt(text=text)
 

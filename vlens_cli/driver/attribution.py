@@ -167,6 +167,9 @@ def _part(name: str, value: torch.Tensor, heads: Heads | None, n: int, r: int) -
 def _check(session: Session, logits: torch.Tensor, sums: torch.Tensor, largest: torch.Tensor) -> None:
     limit = LIMITS[session.plan.dtype]
     off = ((sums - logits).abs() / largest.clamp_min(1e-30)).max()
+    if not off.isfinite():
+        raise QueryError("the parts of the stream are not all finite, and have no sum that says anything",
+                         hint="without --attribution the values themselves can be seen", code="attribution_failed")
     if not off <= limit:
         raise QueryError(f"the parts of the stream do not add up to the logit: they are off by {float(off):.1e} of the largest",
                          hint="this model's stream has parts that are not its embedding, attention and MLP outputs",
