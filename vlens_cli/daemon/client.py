@@ -121,8 +121,8 @@ def _converse(sock: Any, home: Any, query: Query, progress: Show, into: BinaryIO
     except wire.WireError as fault:
         if not phase:
             return None
-        how = launch.home_ended(home)
-        raise (launch.died(how, _kills() > kills) if phase == "start" else _broken_off(how, phase)) from fault
+        ended = launch.home_ended(home)
+        raise (launch.died(ended, _kills() > kills) if phase == "start" else _broken_off(ended, phase)) from fault
 
 
 def _kills() -> int:

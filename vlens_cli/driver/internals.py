@@ -37,7 +37,8 @@ class Layout(NamedTuple):
     firsts: list[int]
 
     def segments(self) -> list[Segment]:
-        return list(map(Segment, self.requests, self.offsets, self.offsets[1:], self.firsts))
+        starts, stops = self.offsets[:-1], self.offsets[1:]
+        return [Segment(*one) for one in zip(self.requests, starts, stops, self.firsts, strict=True)]
 
 
 def step_layout(runner: Any) -> Layout:

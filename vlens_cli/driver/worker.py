@@ -104,6 +104,7 @@ class LensWorker(EngineWorker):
                 slot = self._slots.pop(asked["key"], None)
                 wants = slot.wants if slot else {name: Want.from_json(want) for name, want in asked["capture"].items()}
                 self._taps.open(new.req_id, asked["key"], wants, self._edits.pop(asked["key"], ()), slot)
+        # One without rows, such as the last of steps that are scheduled ahead, has no `sample_tokens` to end it.
         if scheduler_output.total_num_scheduled_tokens:
             self._taps.begin_step()
         with self._visited():
